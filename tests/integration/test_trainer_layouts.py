@@ -47,8 +47,6 @@ OF_TWO = (
     "pp2:opd",
     "tp2-sp-images-moved",
     "pp2-images-tied",
-    "pp2-gemma3_text-untied-moved",
-    "pp2-qwen3_5_text-moved",
     "dp-deepseek_v3-kept",
     "dp-qwen3_5_text-kept",
     "dp-qwen3_5_text-packed-again",
@@ -74,7 +72,7 @@ OF_FOUR = (
     "tp2-sp-pp2-lora-again",
     "tp2-sp-pp2-images",
 )
-OF_DENSE = ("tp2-sp-{}-moved", "pp2-{}", "cp2-packed-{}", "tp2-{}-lora-moved")
+OF_DENSE = ("tp2-sp-{}-moved", "pp2-{}-moved", "cp2-packed-{}", "tp2-{}-lora-moved")
 OF_MIXTURES = (
     "tp2-sp-ep2-{}-replay",
     "ep2-{}-moved",

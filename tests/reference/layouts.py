@@ -8,8 +8,8 @@ torchrun --nproc-per-node 4 -m tests.reference.layouts 2 tp2-pp2 tp2-sp-ep2 cp2-
 A layout is named by the parallelism of its ranks: tp tensor, pp pipeline, cp context, ep expert parallel; sp: sequence
 parallel. The remaining ranks are data parallel. A model_type is the family of the model; without one it is a Qwen3,
 with ep or replay one of Qwen3's mixtures of experts, with images a Qwen2.5-VL. replay: its routing is recorded; some:
-except for every third row. packed: rows are packed. again: layers are recomputed. tied, untied: whether the output
-layer is the embedding. moved: one rank resumes from the checkpoint at the end. kept: the same ranks resume from a
+except for every third row. packed: rows are packed. again: layers are recomputed. tied: the output layer is the
+embedding. moved: one rank resumes from the checkpoint at the end. kept: the same ranks resume from a
 checkpoint that gathers no optimizer state. lora: only low-rank adapters train. called: rank 0 calls the others, as in a
 run, and they map its rows. After a colon, one of OBJECTIVES replaces the clipped ratio against recorded log-probs.
 """
@@ -50,6 +50,7 @@ from turnlog.trainer.algorithms.draws import METHODS
 from turnlog.trainer.algorithms.objective import ForwardPassResults
 from turnlog.trainer.algorithms.tokens import BUILT_IN, CriticRules
 from turnlog.trainer.calls import P, R, Ranks, RankZero, follow
+from turnlog.trainer.families.family import family
 from turnlog.trainer.families.shape import TINY, ModelShape
 from turnlog.trainer.launch import layout_of, process_group
 from turnlog.trainer.learner import Learner
@@ -87,7 +88,6 @@ WORDS = (
     "dp",
     "sp",
     "tied",
-    "untied",
     "replay",
     "again",
     "packed",
@@ -119,18 +119,22 @@ def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
         lora_alpha=8.0,
     )
     model = SMALL[model_of(name)]
-    shape = dataclasses.replace(model, tied="tied" in words) if {"tied", "untied"} & {*words} else model
+    shape = dataclasses.replace(model, tied=True) if "tied" in words else model
     check_layout(shape, options)
     return shape, options
 
 
 def weights_of(shape: ModelShape, seed: int) -> Tensors:
-    """Return random weights, whose corrections of routing are not 0."""
+    """Return random weights, whose corrections of routing are not 0, and whose norms around zero are 0, not 1."""
     generator = torch.Generator().manual_seed(seed)
-    return {
-        name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator) if "correction" in name else tensor
-        for name, tensor in random_weights(shape, seed).items()
-    }
+    found = random_weights(shape, seed)
+    around_zero = bool(family(shape.kind).options(shape).get("layernorm_zero_centered_gamma"))
+    for name, tensor in found.items():
+        if "correction" in name:
+            tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
+        elif around_zero and name.endswith("norm.weight") and "linear_attn" not in name:
+            tensor.zero_()
+    return found
 
 
 Figures = list[tuple[float, float]]
