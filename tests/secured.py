@@ -78,10 +78,11 @@ listener.name.sasl_ssl.oauthbearer.sasl.server.callback.handler.class={handler}
 
 
 class Authority:
-    """Signs certificates; its own is ca.pem in `folder`."""
+    """Signs certificates; its own is ca.pem in `folder`. With `old` it lacks what RFC 5280 demands, as authorities of
+    companies do: it states no usage of its key, and certificates do not name the keys."""
 
-    def __init__(self, folder: Path, name: str = "ca") -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, name: str = "ca", *, old: bool = False) -> None:
+        self.folder, self._old = folder, old
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         usage = x509.KeyUsage(
@@ -89,7 +90,7 @@ class Authority:
             key_agreement=False, key_cert_sign=True, crl_sign=True, encipher_only=False, decipher_only=False,
         )  # fmt: skip
         limits = x509.BasicConstraints(ca=True, path_length=None)
-        certificate = self._signed(self._name, self._key.public_key(), limits, usage)
+        certificate = self._signed(self._name, self._key.public_key(), limits, *(() if old else (usage,)))
         self.file = folder / f"{name}.pem"
         self.file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
@@ -115,10 +116,12 @@ class Authority:
             self._name, subject, public, x509.random_serial_number(), now - datetime.timedelta(days=3),
             now + datetime.timedelta(days=days),
         )  # fmt: skip
-        keys = (
-            x509.SubjectKeyIdentifier.from_public_key(public),
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
-        )  # Python 3.13 verifies by RFC 5280 to the letter
+        keys: tuple[x509.ExtensionType, ...] = ()
+        if not self._old:  # default contexts of Python 3.13 demand these
+            keys = (
+                x509.SubjectKeyIdentifier.from_public_key(public),
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
+            )
         for extension in (*extensions, *keys):
             critical = isinstance(extension, x509.BasicConstraints | x509.KeyUsage)
             builder = builder.add_extension(extension, critical=critical)

@@ -24,6 +24,7 @@ from aiokafka.errors import (
 
 from turnlog.infra.log import LoginRefused, LogUnreachable, TlsFailed, TokenUnavailable
 from turnlog.infra.roles.http_clients import outside
+from turnlog.infra.roles.tls import machine_authorities
 from turnlog.infra.run_folder import present
 from turnlog.kafka_settings import KafkaSettings
 
@@ -74,7 +75,7 @@ class Login(AbstractTokenProvider):  # type: ignore[misc]
         """Create a TLS context from the current files. Raises TlsFailed."""
         kafka = self.kafka
         context = self._add_authorities(
-            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if kafka.ca_file else ssl.create_default_context()
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if kafka.ca_file else machine_authorities()
         )
         if kafka.certificate_file:
             try:
@@ -163,7 +164,7 @@ class Login(AbstractTokenProvider):  # type: ignore[misc]
         kafka, where = self.kafka, f"token endpoint {self.kafka.oauth_token_url}"
         form = {"grant_type": "client_credentials"} | ({"scope": kafka.oauth_scope} if kafka.oauth_scope else {})
         client = present(kafka.oauth_client_id), present(kafka.oauth_client_secret)
-        trusted = self._add_authorities(ssl.create_default_context())
+        trusted = self._add_authorities(machine_authorities())
         try:
             async with outside(verify=trusted, timeout=TOKEN_TIMEOUT_S) as http:
                 answer = await http.post(kafka.oauth_token_url, data=form, auth=client)

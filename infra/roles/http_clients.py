@@ -89,7 +89,9 @@ def _authorities() -> ssl.SSLContext:
 def _read_authorities(file: str | None, folder: str | None) -> ssl.SSLContext:
     import httpx  # which reads the variables
 
-    return httpx.create_ssl_context()
+    from turnlog.infra.roles.tls import verify_alike
+
+    return verify_alike(httpx.create_ssl_context())
 
 
 def for_turns(trusted: ssl.SSLContext | None) -> aiohttp.ClientSession:

@@ -66,13 +66,26 @@ class _Swapped(ssl.SSLContext):
         return f"{self._settings}: {', '.join(map(str, self._files))} cannot be used: {why}"
 
 
+def machine_authorities() -> ssl.SSLContext:
+    """Create a context of a client that trusts this machine's certificate authorities."""
+    return verify_alike(ssl.create_default_context())
+
+
+def verify_alike(context: ssl.SSLContext) -> ssl.SSLContext:
+    """Make a context verify certificates alike on every Python, and return it. Since 3.13 default contexts demand the
+    extensions of RFC 5280, which authorities of companies may lack, and end chains at intermediate certificates that
+    are trusted. Contexts of a ca_file do neither."""
+    context.verify_flags &= ~(ssl.VERIFY_X509_STRICT | ssl.VERIFY_X509_PARTIAL_CHAIN)
+    return context
+
+
 def trusting(url: str, ca_file: str, section: str) -> ssl.SSLContext | None:
     """Return the context by which a client of `url` verifies its server: the authorities in `ca_file` (PEM) only, or
     this machine's if it is empty. Return None if `url` is not https. Raises TlsFileUnusable."""
     if not url.startswith("https://"):
         return None
     if not ca_file:
-        return ssl.create_default_context()
+        return machine_authorities()
     context = _Swapped(ssl.PROTOCOL_TLS_CLIENT)
     context.reads([ca_file], lambda own: own.load_verify_locations(ca_file), f"[{section}] ca_file")
     return context

@@ -12,6 +12,7 @@ import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from turnlog.infra.roles.tls import machine_authorities
 from turnlog.sandbox_workers.egress.policy import EgressUnavailable
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class CertificateAuthority:
 
 def public_roots() -> bytes:
     """Return the root certificates that this machine trusts, as PEM. Raises EgressUnavailable if there are none."""
-    context = ssl.create_default_context()
+    context = machine_authorities()
     roots = [ssl.DER_cert_to_PEM_cert(der) for der in context.get_ca_certs(binary_form=True)]
     if not roots:
         raise EgressUnavailable("this machine has no root certificates: install ca-certificates or set SSL_CERT_FILE")

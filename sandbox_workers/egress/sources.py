@@ -24,6 +24,7 @@ import yarl
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from turnlog.infra.blobs import Blobs
+from turnlog.infra.roles.tls import machine_authorities
 from turnlog.sandbox_workers.egress.client import HEAD_BYTES, Client, Head
 from turnlog.sandbox_workers.egress.policy import (
     Authority,
@@ -213,7 +214,7 @@ class CheckedResolver(AbstractResolver):
 
 def trust(upstream_ca: str) -> ssl.SSLContext:
     """Trust this machine's roots and the certificates in the PEM file `upstream_ca`. Raises EgressUnavailable."""
-    context = ssl.create_default_context()
+    context = machine_authorities()
     if upstream_ca:
         try:
             context.load_verify_locations(Path(upstream_ca))

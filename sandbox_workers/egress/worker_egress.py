@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from turnlog.infra.blobs import Blobs
-from turnlog.infra.roles.tls import trusting
+from turnlog.infra.roles.tls import machine_authorities, trusting
 from turnlog.sandbox_settings import EgressSettings
 from turnlog.sandbox_workers.backends.roots import owned_prefix
 from turnlog.sandbox_workers.egress.apart import EgressTokens
@@ -93,8 +93,8 @@ class Egress:
         """Create an egress without rules, for workers whose [egress] allow is empty: a call reaches at most the
         gateway."""
         return cls(
-            settings, blobs, operator=(), addresses=Addresses(()), trust=ssl.create_default_context(), ca=None,
-            tls=Tls(), tokens=None,
+            settings, blobs, operator=(), addresses=Addresses(()), trust=machine_authorities(), ca=None, tls=Tls(),
+            tokens=None,
         )  # fmt: skip
 
     @classmethod
