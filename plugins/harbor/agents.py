@@ -9,18 +9,18 @@ import dataclasses
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from turnlog.environments import CommandAgent
 from turnlog.infra.environments.ready_agents import READY_AGENTS, ReadyOptions
+from turnlog.plugins.harbor.inside import read_program
 from turnlog.plugins.harbor.mcp_servers import PROGRAM, harness_of, servers_of
 from turnlog.plugins.harbor.packs import pack_data
 from turnlog.plugins.harbor.rewards import thresholds
 from turnlog.plugins.harbor.tables import StepTable, TaskTable
 from turnlog.plugins.mcp import McpConfig, mcp_config
 
-DRIVER: Final = (Path(__file__).parent / "inside/driver.py").read_text()
+DRIVER: Final = read_program("driver")
 PLAN: Final = "/logs/turnlog/plan.json"
 SOLUTION: Final = "/solution"
 SKILLS: Final[Mapping[str, str]] = {

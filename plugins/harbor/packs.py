@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from turnlog.environments import SandboxCall
+from turnlog.plugins.harbor.inside import UNPACKING
 from turnlog.plugins.harbor.task_toml import BadTaskFolder
 
 INLINE_BYTES: Final = 128 << 10
@@ -111,20 +112,18 @@ with open(part, "ab") as file:
     file.write(base64.b64decode(data))
 if last:
     with tarfile.open(part) as archive:
-        archive.extractall(target)
+        unpack(archive, target)
     os.unlink(part)
 """
-"""Program that appends a part of an archive to a file, and unpacks it after the last part."""
+"""Program, after UNPACKING, that appends a part of an archive to a file, and unpacks it after the last part."""
 
 
 def unpack_calls(pack: Pack, target: str) -> list[SandboxCall]:
     """Return the calls that unpack a pack into the folder `target` of a sandbox. Raises BadTaskFolder."""
     data, part = pack_data(pack), f"/logs/{pack['sha256'][:16]}.part"
     pieces = [data[start : start + PART_CHARS] for start in range(0, len(data), PART_CHARS)]
-    return [
-        SandboxCall("python", {"code": UNPACK.format(target=target, part=part, data=piece, last=piece is pieces[-1])})
-        for piece in pieces
-    ]
+    programs = [UNPACK.format(target=target, part=part, data=piece, last=piece is pieces[-1]) for piece in pieces]
+    return [SandboxCall("python", {"code": UNPACKING + program}) for program in programs]
 
 
 class TaskFiles:

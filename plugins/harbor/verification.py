@@ -12,17 +12,18 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, Final
 
 from turnlog.environments import Episode, SandboxAnswer, SandboxCall, SandboxVerifier, StagedVerifier, Verdict
 from turnlog.plugins.harbor.agents import user_text
+from turnlog.plugins.harbor.inside import read_program
 from turnlog.plugins.harbor.packs import unpack_calls
 from turnlog.plugins.harbor.rewards import NoReward, combine_steps, main_reward, passes_gate, read_rewards
 from turnlog.plugins.harbor.tables import Artifact, StepTable, TaskTable
 from turnlog.schemas.events.tools import SandboxSpec
 
-JUDGING: Final = (Path(__file__).parent / "inside/judging.py").read_text()
+JUDGING: Final = read_program("judging")
 MARK: Final = re.compile(r"^turnlog-step (begin|end|failed) (.+?)(?: ([0-9a-f]{64}))?$", re.MULTILINE)
 """Lines of `inside/driver.py`; the name of a step has no line break."""
 SNAPSHOTS: Final = "logs/turnlog"

@@ -23,6 +23,8 @@ import tarfile
 import time
 from typing import Any
 
+from turnlog.plugins.harbor.inside.unpacking import unpack
+
 MARK = "turnlog-step"
 LOGS = "/logs"
 SNAPSHOTS = "/logs/turnlog"
@@ -81,7 +83,7 @@ def run_step(step: dict[str, Any], folders: list[str], *, alone: bool) -> int:
     say(f"{MARK} begin {name}")
     for target, data in step["files"]:
         with tarfile.open(fileobj=io.BytesIO(base64.b64decode(data))) as archive:
-            archive.extractall(target or here)
+            unpack(archive, target or here)
     if step["setup"] and subprocess.run(["bash", f"{here}/setup.sh"], stdin=subprocess.DEVNULL).returncode:
         say(f"{MARK} failed {name}")
         raise Unready(f"setup.sh of step {name} failed", UNPREPARED)
@@ -105,7 +107,7 @@ def passes_gate(gate: dict[str, Any]) -> bool:
         empty(folder)
     for data in gate["tests"]:
         with tarfile.open(fileobj=io.BytesIO(base64.b64decode(data))) as archive:
-            archive.extractall(TESTS)
+            unpack(archive, TESTS)
     with contextlib.suppress(OSError):
         os.chmod(f"{TESTS}/test.sh", 0o755)
     command = f"({TESTS}/test.sh) >{VERIFIER}/test-stdout.txt 2>&1"
