@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -120,8 +121,8 @@ class Verdicts:
             "raised": sum(difference > 0 for difference in moved),
             "lowered": sum(difference < 0 for difference in moved),
             "failed": len(self.found) - len(scored),
-            "mean_before": sum(each.before for each in scored) / count,
-            "mean_after": sum(each.before + (each.difference or 0.0) for each in scored) / count,
+            "mean_before": math.fsum(each.before for each in scored) / count,
+            "mean_after": math.fsum(each.before + (each.difference or 0.0) for each in scored) / count,
             "kept": dict(sorted(self.left.items())),
         }
 

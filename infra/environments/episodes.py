@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -74,6 +75,15 @@ class Verdict:
     evidence: dict[str, Any] = field(default_factory=dict)
     players: dict[str, float] = field(default_factory=dict)
     """Reward of each player that is trained, in a task of several players; empty if all of them get `value`."""
+
+
+def add_rewards(rewards: Iterable[float]) -> float:
+    """Return the sum of rewards, which is the same on every Python: since 3.12 `sum` corrects rounding errors. NaN if
+    the sum is no number."""
+    try:
+        return math.fsum(rewards)
+    except (OverflowError, ValueError):
+        return math.nan
 
 
 class Judged(Protocol):

@@ -10,12 +10,12 @@ from __future__ import annotations
 import base64
 import fnmatch
 import functools
-import gzip
 import hashlib
 import io
 import os
 import stat
 import tarfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +30,8 @@ MOST_BYTES: Final = 64 << 20
 """Maximum size of an archive: a verifier sends it to its sandbox in calls of PART_CHARS."""
 PART_CHARS: Final = 256 << 10
 Pack = Mapping[str, Any]
+GZIP: Final = 16 + zlib.MAX_WBITS
+"""zlib's number for a gzip file. gzip.compress writes another header from Python 3.13 on, and so gives another hash."""
 IGNORE: Final = ".harborignore"
 
 
@@ -67,7 +69,7 @@ def _archive(folder: Path, keep: TaskFiles) -> bytes:
     with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for path in _files(folder, folder, keep):
             _add(archive, folder, path)
-    return gzip.compress(raw.getvalue(), mtime=0)
+    return zlib.compress(raw.getvalue(), 9, wbits=GZIP)
 
 
 def _files(root: Path, folder: Path, keep: TaskFiles) -> Iterator[Path]:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from turnlog.environments import Verdict
+from turnlog.infra.environments.episodes import add_rewards
 from turnlog.plugins.harbor.tables import StepTable
 
 MAIN_KEY: Final = "reward"
@@ -91,7 +92,7 @@ def combine_steps(strategy: str | None, found: Sequence[Mapping[str, float]], ke
         rewards = dict(found[-1])
     else:
         names = {name: None for rewards in found for name in rewards}
-        rewards = {name: sum(one.get(name, 0.0) for one in found) / len(found) for name in names}
+        rewards = {name: add_rewards(one.get(name, 0.0) for one in found) / len(found) for name in names}
     if not rewards:
         raise NoReward("no step has a reward")
     return Verdict(main_reward(rewards, key), {name: value for name, value in rewards.items() if name != MAIN_KEY})

@@ -9,6 +9,7 @@ third step, and so wastes its turns.
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator
 from typing import Any, Final
@@ -121,7 +122,9 @@ def judge(episode: Episode) -> Verdict:
     game = played(RECIPE, episode.task, episode.messages)
     assert game is not None
     steps = len(game.rewards)
-    return Verdict(sum(game.rewards), {"solved": float(game.done), "steps": float(steps)}, {"rewards": game.rewards})
+    return Verdict(
+        math.fsum(game.rewards), {"solved": float(game.done), "steps": float(steps)}, {"rewards": game.rewards}
+    )
 
 
 class Household(Recipe):

@@ -3,6 +3,7 @@ the game's answer is the next user message."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from typing import Any, Final
@@ -77,7 +78,9 @@ class TextArena(Recipe):
         game = played(self, episode.task, episode.messages)
         assert game is not None
         components = {"done": float(game.done), "actions": float(len(game.rewards))}
-        return Verdict(sum(game.rewards), components, {"game": episode.task["game"], "seed": episode.task["seed"]})
+        return Verdict(
+            math.fsum(game.rewards), components, {"game": episode.task["game"], "seed": episode.task["seed"]}
+        )
 
 
 def game_row(game: str, seed: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from turnlog.environments import (
     TruncatedRun,
     Verdict,
 )
+from turnlog.infra.environments.episodes import add_rewards
 from turnlog.plugins.verifiers_env.process import EnvironmentOptions, EnvironmentProcesses, task_rows
 from turnlog.schemas.events.sessions import Environment
 
@@ -51,7 +52,7 @@ def result_of(answer: Mapping[str, Any]) -> Verdict | TruncatedRun:
         parts = {name: math.nan if one is None else one[0] * one[1] for name, one in trace["rewards"].items()}
         for name, part in (parts or {NO_REWARD: math.nan}).items():
             components[name] = components.get(name, 0.0) + part / len(traces)
-    value = sum(components.values())
+    value = add_rewards(components.values())
     for name, one in traces[0]["metrics"].items():
         if one is not None and math.isfinite(one):
             components[f"metric/{name}"] = float(one)

@@ -30,7 +30,14 @@ from urllib.parse import urlsplit
 import httpx
 from prometheus_client import Counter, Histogram
 
-from turnlog.infra.environments.episodes import Episode, FunctionVerifier, Judged, SandboxCall, Verdict
+from turnlog.infra.environments.episodes import (
+    Episode,
+    FunctionVerifier,
+    Judged,
+    SandboxCall,
+    Verdict,
+    add_rewards,
+)
 from turnlog.infra.environments.verifiers.kinds import (
     EnvironmentVerifier,
     HttpVerifier,
@@ -274,11 +281,11 @@ async def _by_sum(verifier: WeightedSum, episode: Episode, means: Means) -> Verd
         for within, number in {"": verdict.value, **verdict.components}.items()
     }
     return Verdict(
-        sum(weight * verdicts[part.name].value for part, weight in verifier.parts),
+        add_rewards(weight * verdicts[part.name].value for part, weight in verifier.parts),
         components,
         {part.name: {"weight": weight, "evidence": verdicts[part.name].evidence} for part, weight in verifier.parts},
         {
-            player: sum(
+            player: add_rewards(
                 weight * verdicts[part.name].players.get(player, verdicts[part.name].value)
                 for part, weight in verifier.parts
             )
@@ -307,7 +314,7 @@ async def _by_environment(verifier: EnvironmentVerifier, episode: Episode, means
     rewards = [float(answer["reward"]) for answer in answers]
     solved = bool(await foreign(verifier.timeout_s, verifier.success or _is_solved, last)) if answers else False
     return Verdict(
-        sum(rewards),
+        add_rewards(rewards),
         {"success": float(solved), "steps": float(len(answers))},
         {"rewards": rewards[-100:], "said": tail(json.dumps(last), SAID_CHARS)},
     )

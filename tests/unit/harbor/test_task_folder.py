@@ -57,6 +57,12 @@ def test_a_large_archive_stays_in_its_folder_under_its_hash(tmp_path: Path) -> N
         pack_data(other)
 
 
+def test_the_header_of_an_archive_which_its_hash_covers_is_the_same_on_every_python(tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "one", TASK)
+    data = base64.b64decode(pack_data(pack_folder(folder / "tests", folder)))
+    assert data[:10].hex() == "1f8b0800000000000203"
+
+
 def test_ignored_files_are_in_no_archive(tmp_path: Path) -> None:
     folder = write_task(
         tmp_path / "one",

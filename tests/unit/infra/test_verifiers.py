@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
@@ -266,6 +267,21 @@ async def test_an_environments_reward_that_is_no_number_is_no_zero(means: Means,
     verifier = EnvironmentVerifier(name="env", version="1")
     assert "no finite reward" in await refusal(verifier, replace(means, steps=known))
     assert "not known here" in await refusal(verifier, means)
+
+
+async def test_rewards_come_to_the_same_sum_on_every_python(means: Means) -> None:
+    rewards = [0.1] * 10
+
+    async def known() -> list[EnvStep]:
+        return [stepped(reward) for reward in rewards]
+
+    verifier = EnvironmentVerifier(name="env", version="1")
+    assert (await judge(verifier, EPISODE, replace(means, steps=known))).value == 1.0
+    part = FunctionVerifier("a", "1", lambda episode: Verdict(0.1))
+    parts = tuple((replace(part, name=str(place)), 1.0) for place in range(10))
+    assert (await judge(WeightedSum(name="s", version="1", parts=parts), EPISODE, means)).value == 1.0
+    rewards = [math.inf, -math.inf]
+    assert "no finite reward" in await refusal(verifier, replace(means, steps=known))
 
 
 async def test_a_sum_has_its_parts_as_components_and_fails_with_any_of_them(service: Service, means: Means) -> None:
