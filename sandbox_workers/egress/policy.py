@@ -330,9 +330,12 @@ def canonical_host(text: str) -> str:
     forms of an IPv4 address, which resolvers interpret differently."""
     if text.startswith("["):
         try:
-            return ipaddress.IPv6Address(text[1:-1]).compressed
+            address = ipaddress.IPv6Address(text[1:-1])
         except ValueError:
             raise RequestRefused(Reason.malformed, "no IPv6 address") from None
+        inner = int(address.ipv4_mapped or 0)
+        # Python 3.13 spells a mapped address with dots, and recordings name hosts by this form.
+        return f"::ffff:{inner >> 16:x}:{inner & 0xFFFF:x}" if address.ipv4_mapped else address.compressed
     try:
         name = text.removesuffix(".")
         name = (idna.encode(name, uts46=True).decode() if not name.isascii() else name).lower()

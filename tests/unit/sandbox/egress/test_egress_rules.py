@@ -115,6 +115,11 @@ def test_an_address_has_one_spelling(host: str) -> None:
         absolute(f"http://{host}/")
 
 
+def test_a_mapped_address_is_spelt_alike_by_every_python() -> None:
+    for text in ("[::ffff:8.8.0.8]", "[::FFFF:808:8]"):
+        assert authority(text, 80).host == "::ffff:808:8"
+
+
 PARTS = st.sampled_from([*"/.;%\\25eEfFcCaA", "..", "%2e", "%2F", "%5c", "//", "public", "%252e"])
 
 
