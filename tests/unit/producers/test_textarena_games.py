@@ -41,6 +41,8 @@ SCRIPTS: dict[str, Callable[[Draw], str]] = {
     "TowerOfHanoi": lambda draw: f"[{draw.choice('ABC')} {draw.choice('ABC')}]",
 }
 """Beginning of a game's name -> an action."""
+if sys.version_info >= (3, 12):  # TextArena's module is no valid Python 3.11
+    SCRIPTS["UltimateTexasHoldem"] = lambda draw: draw.choice(("[4x]", "[2x]", "[1x]", "[check]", "[skip]"))
 UPSTREAM = """
 import contextlib, io, json, sys
 with contextlib.redirect_stdout(io.StringIO()):
