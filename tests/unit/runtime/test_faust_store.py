@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import faust
+import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from faust.events import Event
 from faust.tables.recovery import Recovery
@@ -18,12 +20,24 @@ from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import ALL
 from turnlog.settings import KafkaSettings, RunSettings, Settings
 
+Opens = Callable[[Path], tuple[faust.App, Any]]
 
-def sessions_of(directory: Path) -> tuple[faust.App, Any]:
-    """A worker's app and its table of sessions; nothing is connected."""
-    settings = Settings(run=RunSettings(id="r", directory=str(directory)), kafka=KafkaSettings(bootstrap="127.0.0.1:1"))
-    app = make_app(settings, Codec({name: number for number, name in enumerate(ALL)}), directory)
-    return app, app.tables["sessions"]
+
+@pytest.fixture
+async def sessions_of() -> AsyncIterator[Opens]:
+    """A worker's app of a folder and its table of sessions; nothing is connected."""
+    apps: list[faust.App] = []
+
+    def opened(directory: Path) -> tuple[faust.App, Any]:
+        run, kafka = RunSettings(id="r", directory=str(directory)), KafkaSettings(bootstrap="127.0.0.1:1")
+        codec = Codec({name: number for number, name in enumerate(ALL)})
+        apps.append(make_app(Settings(run=run, kafka=kafka), codec, directory))
+        return apps[-1], apps[-1].tables["sessions"]
+
+    yield opened
+    for app in apps:
+        for table in app.tables.values():
+            await table.data.on_stop()
 
 
 def changed(app: faust.App, table: Any, key: str, outcome: str | None, *, partition: int, offset: int) -> Event:
@@ -38,7 +52,7 @@ def place(table: Any, partition: int) -> TP:
     return TP(table.changelog_topic.get_topic_name(), partition)
 
 
-def test_a_restart_finds_rows_and_where_the_changelog_goes_on(tmp_path: Path) -> None:
+def test_a_restart_finds_rows_and_where_the_changelog_goes_on(tmp_path: Path, sessions_of: Opens) -> None:
     app, table = sessions_of(tmp_path)
     table.apply_changelog_batch([
         changed(app, table, "a", "open", partition=0, offset=3),
@@ -54,14 +68,14 @@ def test_a_restart_finds_rows_and_where_the_changelog_goes_on(tmp_path: Path) ->
     assert again.data.outcomes() == {"completed": 1, "open": 1}
 
 
-def test_the_store_is_made_known_once(tmp_path: Path) -> None:
+def test_the_store_is_made_known_once(tmp_path: Path, sessions_of: Opens) -> None:
     sessions_of(tmp_path / "one")
     build_offsets = Recovery._build_offsets
     sessions_of(tmp_path / "two")
     assert Recovery._build_offsets is build_offsets
 
 
-async def test_what_an_agent_keeps_stands_under_the_partition_of_its_record(tmp_path: Path) -> None:
+async def test_what_an_agent_keeps_stands_under_the_partition_of_its_record(tmp_path: Path, sessions_of: Opens) -> None:
     app, table = sessions_of(tmp_path)
     stream = app.stream(app.channel())
     for number, key in enumerate(("a", "b")):
@@ -73,7 +87,7 @@ async def test_what_an_agent_keeps_stands_under_the_partition_of_its_record(tmp_
     assert list(table.keys()) == ["b"]
 
 
-async def test_what_another_worker_has_now_is_forgotten(tmp_path: Path) -> None:
+async def test_what_another_worker_has_now_is_forgotten(tmp_path: Path, sessions_of: Opens) -> None:
     app, table = sessions_of(tmp_path)
     table.apply_changelog_batch([
         changed(app, table, "a", "open", partition=0, offset=0), changed(app, table, "b", "open", partition=1, offset=0)
@@ -84,7 +98,7 @@ async def test_what_another_worker_has_now_is_forgotten(tmp_path: Path) -> None:
     assert table.persisted_offset(place(table, 1)) == 0
 
 
-async def test_a_table_that_is_reset_reads_its_changelog_from_the_beginning(tmp_path: Path) -> None:
+async def test_a_table_that_is_reset_reads_its_changelog_from_the_beginning(tmp_path: Path, sessions_of: Opens) -> None:
     app, table = sessions_of(tmp_path)
     table.apply_changelog_batch([changed(app, table, "a", "open", partition=0, offset=7)])
     table.reset_state()
@@ -92,7 +106,7 @@ async def test_a_table_that_is_reset_reads_its_changelog_from_the_beginning(tmp_
     assert table.persisted_offset(place(table, 0)) is None
 
 
-async def test_tables_are_not_shown_while_they_are_read_again(tmp_path: Path) -> None:
+async def test_tables_are_not_shown_while_they_are_read_again(tmp_path: Path, sessions_of: Opens) -> None:
     app, table = sessions_of(tmp_path)
     table.apply_changelog_batch([changed(app, table, "a", "open", partition=0, offset=0)])
     app.web.init_server()
