@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -23,6 +24,8 @@ def write_registry(path: Path, *tasks: dict[str, str], name: str = "bench", vers
 
 
 def commit_of(folder: Path) -> str:
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
     for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "x"]):
         subprocess.run(["git", "-C", str(folder), *words], check=True)
     done = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
