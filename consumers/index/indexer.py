@@ -353,30 +353,40 @@ def opened_writer(path: Path, run_id: str, version: str, codec: Codec) -> Iterat
 
 def _connection(path: Path, run_id: str) -> sqlite3.Connection:
     """Connect to a file with the tables of this release. The index of an earlier release is deleted and built anew."""
-    try:
-        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        if _found_version(connection, path) not in (0, SCHEMA_VERSION):
-            _check_run(connection, path, run_id)  # never delete another run's index, or a file that is no index
-            log.warning("%s has the tables of an earlier release: rebuilding it", path)
-            connection.close()
-            for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
-                name.unlink(missing_ok=True)
+    with contextlib.ExitStack() as unusable:
+        try:
             connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "cache_size = -16384", "temp_store = MEMORY"):
-            connection.execute(f"PRAGMA {pragma}")
-        if _found_version(connection, path) == 0:
-            if connection.execute("SELECT name FROM sqlite_master").fetchone():
-                _check_run(connection, path, run_id)  # raises: a file with tables but no version is no index
-            connection.execute("BEGIN IMMEDIATE")
-            for statement in schema.statements():
-                connection.execute(statement)
-            connection.execute("INSERT INTO about VALUES ('run_id', ?)", (run_id,))
-            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            connection.execute("COMMIT")
-        _check_run(connection, path, run_id)
-    except sqlite3.DatabaseError as error:
-        raise failure(path, error) from error
+            unusable.callback(connection.close)
+            if _found_version(connection, path) not in (0, SCHEMA_VERSION):
+                _check_run(connection, path, run_id)  # never delete another run's index, or a file that is no index
+                log.warning("%s has the tables of an earlier release: rebuilding it", path)
+                connection.close()
+                for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
+                    name.unlink(missing_ok=True)
+                connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+                unusable.callback(connection.close)
+            _prepare(connection, path, run_id)
+        except sqlite3.DatabaseError as error:
+            raise failure(path, error) from error
+        unusable.pop_all()
     return connection
+
+
+def _prepare(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
+    """Make the tables of an empty file, and check that those of another are of this run. Raises LaterIndex,
+    OtherIndex."""
+    for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "cache_size = -16384", "temp_store = MEMORY"):
+        connection.execute(f"PRAGMA {pragma}")
+    if _found_version(connection, path) == 0:
+        if connection.execute("SELECT name FROM sqlite_master").fetchone():
+            _check_run(connection, path, run_id)  # raises: a file with tables but no version is no index
+        connection.execute("BEGIN IMMEDIATE")
+        for statement in schema.statements():
+            connection.execute(statement)
+        connection.execute("INSERT INTO about VALUES ('run_id', ?)", (run_id,))
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        connection.execute("COMMIT")
+    _check_run(connection, path, run_id)
 
 
 def _check_run(connection: sqlite3.Connection, path: Path, run_id: str) -> None:

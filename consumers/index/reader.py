@@ -427,19 +427,20 @@ def connect_read_only(path: Path) -> sqlite3.Connection:
         raise NoIndex(
             f"{path} is not there: `turnlog log index build` makes it, `turnlog role index` keeps it up to date"
         )
-    try:
-        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
-        connection.execute("PRAGMA query_only = ON")
-        (found,) = connection.execute("PRAGMA user_version").fetchone()
-    except sqlite3.DatabaseError as error:
-        raise failure(path, error) from error
-    if found == 0:
-        connection.close()
-        raise NoIndex(f"{path} is just being made: ask again in a moment")
-    if found != SCHEMA_VERSION:
-        connection.close()
-        kind, what = (LaterIndex, "a later") if found > SCHEMA_VERSION else (NoIndex, "an earlier")
-        raise kind(f"{path} has schema version {found}, of {what} turnlog; this one has {SCHEMA_VERSION}")
+    with contextlib.ExitStack() as unusable:
+        try:
+            connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+            unusable.callback(connection.close)
+            connection.execute("PRAGMA query_only = ON")
+            (found,) = connection.execute("PRAGMA user_version").fetchone()
+        except sqlite3.DatabaseError as error:
+            raise failure(path, error) from error
+        if found == 0:
+            raise NoIndex(f"{path} is just being made: ask again in a moment")
+        if found != SCHEMA_VERSION:
+            kind, what = (LaterIndex, "a later") if found > SCHEMA_VERSION else (NoIndex, "an earlier")
+            raise kind(f"{path} has schema version {found}, of {what} turnlog; this one has {SCHEMA_VERSION}")
+        unusable.pop_all()
     return connection
 
 
