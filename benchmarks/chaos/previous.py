@@ -16,6 +16,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from turnlog.plugins.harbor.inside.unpacking import unpack
 from turnlog.schemas.releases import releases
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +52,7 @@ def previous() -> Path:
 def _unpacked_wheel(sha: str, scratch: Path) -> Path:
     source, wheels, unpacked = scratch / "source", scratch / "wheels", scratch / "unpacked"
     with tarfile.open(fileobj=io.BytesIO(_git("archive", sha))) as tree:
-        tree.extractall(source, filter="tar")
+        unpack(tree, str(source))
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(wheels), str(source)]
     subprocess.run(build, capture_output=True, check=True)
     (wheel,) = wheels.iterdir()

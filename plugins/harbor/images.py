@@ -15,12 +15,13 @@ import re
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from turnlog.infra.sandbox_root import tree_sha256
+from turnlog.plugins.harbor.inside.unpacking import unpack
 
 PREFIX: Final = "turnlog-harbor"
 HASH_DIGITS: Final = 16
@@ -161,8 +162,7 @@ def _unpack(client: Any, image: TaskImage, roots: Path) -> None:
                 file.write(chunk)
             file.seek(0)
             with tarfile.open(fileobj=file) as archive:
-                members = (one for one in archive if one.isreg() or one.isdir() or one.issym() or one.islnk())
-                archive.extractall(part, members=members, filter="tar")
+                unpack(archive, str(part), members=_plain_members(archive))
         os.chmod(part, 0o755)
         os.rename(part, roots / image.root)
     except (docker.errors.DockerException, OSError, tarfile.TarError) as error:
@@ -171,3 +171,11 @@ def _unpack(client: Any, image: TaskImage, roots: Path) -> None:
         if container is not None:
             client.remove_container(container, force=True)
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _plain_members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Yield files, folders and links, whose modes let nobody become or write as another user."""
+    for member in archive:
+        if member.isreg() or member.isdir() or member.issym() or member.islnk():
+            member.mode &= 0o755
+            yield member

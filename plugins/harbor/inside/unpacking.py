@@ -1,21 +1,25 @@
-"""Extraction of archives. The filters of tarfile do not do: Python 3.9.2 has none, and each of them changes modes."""
+"""Extraction of archives. Filters of tarfile are no help: Python 3.9.2 and 3.11.2 have none, and each changes modes."""
 
 import os
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
-def unpack(archive: tarfile.TarFile, target: str, within: Sequence[str] = ()) -> None:
-    """Extract an archive into the folder `target`, with the modes, owners and links that it states. Raises TarError at
-    a member that would be written outside of the folders `within` (if there are none: of `target`)."""
+def unpack(
+    archive: tarfile.TarFile, target: str, within: Sequence[str] = (), members: Iterable[tarfile.TarInfo] = ()
+) -> None:
+    """Extract an archive, or some of its members, into the folder `target`, with the modes, owners and links that they
+    state. Raises TarError at a member that would be written outside of the folders `within` (none: of `target`)."""
     folders = [os.path.realpath(folder) for folder in within or (target,)]
     archive.extraction_filter = getattr(tarfile, "fully_trusted_filter", None)
-    archive.extractall(target, members=_members(archive, target, folders))
+    archive.extractall(target, members=_checked_members(members or archive, target, folders))
 
 
-def _members(archive: tarfile.TarFile, target: str, folders: Sequence[str]) -> Iterator[tarfile.TarInfo]:
+def _checked_members(
+    members: Iterable[tarfile.TarInfo], target: str, folders: Sequence[str]
+) -> Iterator[tarfile.TarInfo]:
     """Yield a member when those before it have been extracted: a link among them may lead elsewhere."""
-    for member in archive:
+    for member in members:
         path = os.path.join(target, member.name)
         # A symbolic link replaces what is there, anything else is written through it.
         above, name = os.path.split(path)
