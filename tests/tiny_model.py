@@ -120,31 +120,43 @@ VISION_CHAT_TEMPLATE = (
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-PIXELS = 28 * 28
-"""Pixels per token."""
+TOWERS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"depth": 2, "patch_size": 14, "window_size": 112, "fullatt_block_indexes": [1]},
+    "qwen3_vl": {
+        "depth": 3, "patch_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1],
+    },
+}  # fmt: skip
+"""Kind of model -> its tower."""
+ROPES: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    "qwen3_vl": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [4, 2, 2]},
+}
+"""Kind of model -> the rotary positions of its decoder."""
 
 
-def make_tiny_vision(folder: Path, *, seed: int = 0) -> Path:
-    """Write config, weights, tokenizer, chat template and image processor; the same seed gives the same bytes."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessor
+def make_tiny_vision(folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0) -> Path:
+    """Write config, weights, tokenizer, chat template and processors; the same seed gives the same bytes."""
+    import transformers
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
-    network: Any = Qwen2_5_VLForConditionalGeneration
-    processor: Any = Qwen2VLImageProcessor
-    video_processor: Any = Qwen2VLVideoProcessor
+    architecture = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[kind]
+    network: Any = getattr(transformers, f"{architecture}ForConditionalGeneration")
+    processor: Any = transformers.Qwen2VLImageProcessor
+    video_processor: Any = Qwen3VLVideoProcessor if kind == "qwen3_vl" else Qwen2VLVideoProcessor
     tokenizer = tiny_tokenizer(VISION_SPECIAL, VISION_CHAT_TEMPLATE)
     number = tokenizer.convert_tokens_to_ids
-    config = Qwen2_5_VLConfig(
+    heads = {"head_dim": 16} if kind == "qwen3_vl" else {}
+    config = network.config_class(
         text_config={
             "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT,
-            "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "initializer_range": 0.2,
-            "bos_token_id": None, "eos_token_id": number("<|im_end|>"),
+            "rope_scaling": ROPES[kind], "initializer_range": 0.2, "bos_token_id": None,
+            "eos_token_id": number("<|im_end|>"), **heads,
         },
         vision_config={
-            "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 64,
-            "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
-            "fullatt_block_indexes": [1], "in_channels": 3,
+            "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 64,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3, **TOWERS[kind],
         },
         image_token_id=number("<|image_pad|>"),
         video_token_id=number("<|video_pad|>"),
@@ -153,9 +165,11 @@ def make_tiny_vision(folder: Path, *, seed: int = 0) -> Path:
         tie_word_embeddings=False,
     )  # fmt: skip
     write_model(folder, tokenizer, network, config, seed)
-    processor(min_pixels=PIXELS, max_pixels=16 * PIXELS).save_pretrained(folder)
+    patch = TOWERS[kind]["patch_size"]
+    pixels = (2 * patch) ** 2  # per token
+    processor(patch_size=patch, min_pixels=pixels, max_pixels=16 * pixels).save_pretrained(folder)
     video_processor().save_pretrained(folder)
     for name in ("preprocessor_config.json", "tokenizer_config.json"):
-        values = json.loads((folder / name).read_text()) | {"processor_class": "Qwen2_5_VLProcessor"}
+        values = json.loads((folder / name).read_text()) | {"processor_class": f"{architecture}Processor"}
         (folder / name).write_text(json.dumps(values))
     return folder

@@ -86,7 +86,7 @@ def model_config(shape: ModelShape, options: LearnerOptions) -> Any:
         **(_mixture(shape, shape.mixture) if shape.mixture else {}),
         softmax_scale=shape.attention_scale,
         **decoder.window_options(shape),
-        mrope_section=list(shape.vision.sections) if shape.vision else None,
+        mrope_section=shape.vision.axis_sizes(shape.head_dim // 2) if shape.vision else None,
         params_dtype=params,
         pipeline_dtype=params,
         bf16=params == torch.bfloat16,
@@ -229,7 +229,7 @@ class Network:
         (ValueHead if values else HiddenOutput).put_on(self.model)
         self._edges: tuple[int, ...] = ()
         self.model.register_forward_pre_hook(self._say_where_rows_stand, with_kwargs=True)
-        self._sight = Sight(self.model) if shape.vision and self.model.pre_process else None
+        self._sight = Sight(self.model, shape.vision) if shape.vision and self.model.pre_process else None
         self._replay = Replay(self.model, recompute=options.recompute != "none") if shape.mixture else None
         self._schedule = mcore.get_forward_backward_func()
         self._wrapped: Any = self.model

@@ -109,6 +109,11 @@ def check_layout(shape: ModelShape, options: LearnerOptions) -> None:
         value, off = getattr(options, setting), OFF.get(setting, (getattr(LearnerOptions(), setting),))
         if value not in off:
             raise LayoutUnfit(f"trainer.{setting} = {value} is not supported for {shape.kind}, because {reason}")
+    if pipeline > 1 and shape.vision and len(shape.vision.deep) > shape.layers // pipeline:
+        raise LayoutUnfit(
+            f"trainer.pipeline_parallel = {pipeline} is not supported for a {shape.kind} of {shape.layers} layers: the "
+            f"first stage must have the {len(shape.vision.deep)} layers that deepstack_visual_indexes reaches"
+        )
     if expert > 1 and not shape.experts:
         raise LayoutUnfit(
             f"trainer.expert_parallel = {expert} is not supported for a model without experts ({shape.kind})"

@@ -58,8 +58,10 @@ def check_teacher(teacher: Path, model: Path, options: LearnerOptions) -> None:
         check_layout(shape, options)
     except LayoutUnfit as error:
         raise TeacherUnfit(f"{setting}: of the teacher: {error}") from error
-    if policy.vision and not shape.vision:
-        raise TeacherUnfit(f"{setting}: it sees no images, the policy does: name a model of its family ({policy.kind})")
+    if policy.vision and shape.kind != policy.kind:
+        raise TeacherUnfit(
+            f"{setting}: it sees no images, or others than the policy: name a model of its family ({policy.kind})"
+        )
     if shape.vocabulary < policy.vocabulary:
         raise TeacherUnfit(
             f"{setting}: it knows {shape.vocabulary} tokens, the policy {policy.vocabulary}: name a model with the "

@@ -43,6 +43,7 @@ BUILT_IN = {
     "qwen3_5_moe_text": "qwen3_5_moe:QWEN3_5_MOE_TEXT",
     "qwen3_5_text": "qwen3_5:QWEN3_5_TEXT",
     "qwen3_moe": "qwen3_moe:QWEN3_MOE",
+    "qwen3_vl": "qwen3_vl:QWEN3_VL",
 }
 """model_type -> module of this package and its Family."""
 QUANTIZED = "quantization_config"

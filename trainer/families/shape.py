@@ -171,7 +171,7 @@ class LinearAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionShape:
-    """Shape of Qwen2.5-VL's vision tower, which extracts features of images, and positions of images among a row's
+    """Shape of a Qwen-VL's vision tower, which extracts features of images, and positions of images among a row's
     tokens.
     """
 
@@ -187,14 +187,27 @@ class VisionShape:
     """Number of frames in a patch; a still image is repeated that often."""
     merge: int
     """A token represents a square of this many patches per side."""
-    window: int
-    """Side of the window within which a layer attends, in pixels."""
-    unbounded: tuple[int, ...]
-    """Layers that attend to the whole image."""
+    window: int = 0
+    """Side of the window within which a layer attends, in pixels; 0: every layer attends to the whole image."""
+    unbounded: tuple[int, ...] = ()
+    """Layers that attend to the whole image nevertheless."""
+    positions: int = 0
+    """Number of learned positions, a square that is interpolated for the patches of an image; 0 if there are none."""
+    deep: tuple[int, ...] = ()
+    """Layers whose features are added to the hidden states behind as many layers of the decoder, from its first on."""
     token: int
     """Id of the placeholder token of images."""
     sections: tuple[int, int, int]
-    """Pairs of a head's dimensions that rotate by frame, row and column."""
+    """Numbers of pairs of a head's dimensions that rotate by frame, row and column."""
+    interleaved: bool = False
+    """Whether pairs that rotate by frame, row and column alternate; those that are left rotate by frame."""
+
+    def axis_sizes(self, pairs: int) -> list[int]:
+        """Return how many of `pairs` neighbouring pairs rotate by frame, row, column, frame and so on in turn."""
+        if not self.interleaved:
+            return list(self.sections)
+        axes = [pair % 3 if pair < 3 * self.sections[pair % 3] else 0 for pair in range(pairs)]
+        return [int(axis == own) for own in axes for axis in range(3)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +307,15 @@ TINY_VISION = dataclasses.replace(
     ),
 )  # fmt: skip
 """TINY with vision."""
+TINY_DEEP_VISION = dataclasses.replace(
+    TINY,
+    kind="qwen3_vl",
+    vision=VisionShape(
+        layers=3, hidden=64, heads=4, ffn=128, channels=3, patch=16, frames=2, merge=2, positions=16, deep=(1,),
+        token=5, sections=(4, 2, 2), interleaved=True,
+    ),
+)  # fmt: skip
+"""TINY with vision that also reaches the decoder behind its first layer."""
 TINY_HYBRID = dataclasses.replace(
     TINY,
     kind="qwen3_5_text",

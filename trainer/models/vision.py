@@ -1,12 +1,14 @@
 """Images of a policy with vision: rows with images, and transformers' own tower, frozen, on the first pipeline stage.
 
-The tower's features of an image replace the embeddings of its tokens. Positions have three axes, frame, row and column,
+The tower's features of an image replace the embeddings of its tokens; further ones may be added behind the decoder's
+first layers. Positions have three axes, frame, row and column,
 which each rotate some pairs of a head's dimensions. Text advances along all three at once; an image's tokens lie in a
 plane of one frame, and what follows continues where its longer side ended (M-RoPE; Qwen2-VL, arXiv 2409.12191, 2.1).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import mcore
+from turnlog.trainer.families.shape import VisionShape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,24 +128,65 @@ class VisionMicrobatch(Protocol):
         ...
 
 
-class Sight:
-    """Hook that puts images into the embedding of the first pipeline stage."""
+@dataclass(frozen=True, slots=True)
+class DeepFeatures:
+    """Image features that are added behind the first layers of the decoder."""
 
-    def __init__(self, model: Any) -> None:
+    places: torch.Tensor
+    """[s, b] feature indices of this rank's positions, see `shown`."""
+    features: Sequence[torch.Tensor]
+    """[features, h] for each layer."""
+
+    def add(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states [s, b, h] that a layer leaves, with the features of their positions."""
+        return hidden + shown(self.places, self.features[layer], torch.zeros_like(hidden[:1, :1]))
+
+
+def shown(places: torch.Tensor, features: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Return [s, b, h]: of `features` [n, h] number p - 1 where `places` [s, b] is p, and `others` where it is 0."""
+    return torch.where((places > 0)[..., None], features[(places - 1).clamp(min=0)], others)
+
+
+class Sight:
+    """Hooks that put images into the embedding and the first layers of the first pipeline stage."""
+
+    def __init__(self, model: Any, vision: VisionShape) -> None:
         self._tower = model.vision
         self.microbatch: VisionMicrobatch | None = None
         """The microbatch that the next forward pass takes."""
+        self._deep: DeepFeatures | None = None
         model.embedding.register_forward_hook(self._see)
+        if vision.deep:
+            model.decoder.register_forward_pre_hook(self._hand_over, with_kwargs=True)
+        for layer, module in enumerate(model.decoder.layers[: len(vision.deep)]):
+            module.register_forward_hook(functools.partial(_add_deep, layer), with_kwargs=True)
 
     def _see(self, _: Any, __: Any, embedded: torch.Tensor) -> torch.Tensor:
         """Replace embeddings [s, b, h] by image features; sequence-parallel ranks have their share of s each."""
-        batch = self.microbatch
+        batch, self._deep = self.microbatch, None
         if batch is None or batch.images is None or batch.features is None:
             return embedded
         with torch.no_grad():
-            found = self._tower(batch.images.pixels.to(embedded.dtype), batch.images.grids).pooler_output
+            found = self._tower(batch.images.pixels.to(embedded.dtype), batch.images.grids)
         places = batch.features.transpose(0, 1).contiguous()  # the output inherits its layout, and stages send it
         if embedded.size(0) < places.size(0):
             ranks = mcore.parallel_state.get_tensor_model_parallel_world_size()
             places = places.chunk(ranks)[mcore.parallel_state.get_tensor_model_parallel_rank()]
-        return torch.where((places > 0)[..., None], found[(places - 1).clamp(min=0)], embedded)
+        if deep := getattr(found, "deepstack_features", None):
+            self._deep = DeepFeatures(places, deep)
+        return shown(places, found.pooler_output, embedded)
+
+    def _hand_over(self, _: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Forward hook: give the layers their features by an argument that attention does not read.
+
+        A layer that is computed again for the gradient, when other microbatches have passed, gets it again.
+        """
+        return arguments, {**named, "attention_bias": self._deep}
+
+
+def _add_deep(
+    layer: int, _: Any, __: Any, named: dict[str, Any], found: tuple[torch.Tensor, Any]
+) -> tuple[torch.Tensor, Any]:
+    """Forward hook: add the image features of a layer to the hidden states that it leaves."""
+    deep: DeepFeatures | None = named["attention_bias"]
+    return found if deep is None else (deep.add(layer, found[0]), found[1])
