@@ -167,7 +167,8 @@ def make_tiny_vision(folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0) -
     write_model(folder, tokenizer, network, config, seed)
     patch = TOWERS[kind]["patch_size"]
     pixels = (2 * patch) ** 2  # per token
-    processor(patch_size=patch, min_pixels=pixels, max_pixels=16 * pixels).save_pretrained(folder)
+    sizes = {"shortest_edge": pixels, "longest_edge": 16 * pixels}  # areas, whatever the names say
+    processor(patch_size=patch, size=sizes).save_pretrained(folder)
     video_processor().save_pretrained(folder)
     for name in ("preprocessor_config.json", "tokenizer_config.json"):
         values = json.loads((folder / name).read_text()) | {"processor_class": f"{architecture}Processor"}

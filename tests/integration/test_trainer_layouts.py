@@ -47,6 +47,8 @@ OF_TWO = (
     "pp2:opd",
     "tp2-sp-images-moved",
     "pp2-images-tied",
+    "tp2-qwen3_vl-packed-lora",
+    "pp2-qwen3_vl-tied-again",
     "dp-deepseek_v3-kept",
     "dp-qwen3_5_text-kept",
     "dp-qwen3_5_text-packed-again",
@@ -71,6 +73,7 @@ OF_FOUR = (
     "pp2-cp2-replay-some-again",
     "tp2-sp-pp2-lora-again",
     "tp2-sp-pp2-images",
+    "tp2-sp-pp2-qwen3_vl-again",
 )
 OF_DENSE = ("tp2-sp-{}-moved", "pp2-{}-moved", "cp2-packed-{}", "tp2-{}-lora-moved")
 OF_MIXTURES = (

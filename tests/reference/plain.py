@@ -20,7 +20,7 @@ from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer.algorithms.tokens import CriticRules
 from turnlog.trainer.families.family import config_json, family
 from turnlog.trainer.families.shape import ModelShape
-from turnlog.trainer.families.tensors import EXPERT
+from turnlog.trainer.families.tensors import EXPERT, VISION
 from turnlog.trainer.models.experts import RoutedRows, attach_experts
 from turnlog.trainer.models.lora import first_factor
 from turnlog.trainer.models.vision import PicturedRows
@@ -265,7 +265,7 @@ def _add_adapters(model: Any, shape: ModelShape, options: LearnerOptions) -> Non
     model.requires_grad_(False)
     for tensor in tensors_of(shape):
         matrix = tensor.megatron.removesuffix(".weight")
-        if ".linear_" not in matrix or EXPERT in matrix or matrix == tensor.megatron:
+        if ".linear_" not in matrix or EXPERT in matrix or matrix == tensor.megatron or matrix.startswith(VISION):
             continue
         columns = tensor.parts[0][1][1]
         a = torch.nn.Parameter(first_factor(matrix, options.seed, options.lora_rank, columns))
@@ -377,7 +377,7 @@ def subtract_divergence(
 
 def held_by_transformers(weights: Mapping[str, torch.Tensor], shape: ModelShape) -> dict[str, torch.Tensor]:
     """Rename weights from files to transformers 5's modules: the experts of a layer are one tensor, tower and decoder
-    are siblings.
+    are siblings. Files of Qwen3-VL have these names already.
     """
     if shape.vision:
         return {_name_in_transformers(name, shape): tensor for name, tensor in weights.items()}
@@ -395,8 +395,9 @@ def held_by_transformers(weights: Mapping[str, torch.Tensor], shape: ModelShape)
 
 
 def _name_in_transformers(name: str, shape: ModelShape) -> str:
-    """Return the name in transformers' model of a tensor that is not a matrix of an expert."""
-    if not shape.vision:
+    """Return the name in transformers' model of a tensor that is not a matrix of an expert. Files of Qwen3-VL have these
+    names already."""
+    if shape.kind != "qwen2_5_vl":
         return name
     return f"model.{name}" if name.startswith("visual.") else name.replace("model.", "model.language_model.", 1)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from turnlog.trainer.families.family import family
 from turnlog.trainer.families.shape import (
     TINY,
+    TINY_DEEP_VISION,
     TINY_HYBRID,
     TINY_HYBRID_MIXTURE,
     TINY_MIXTURE,
@@ -74,7 +75,7 @@ SMALL = {
     shape.kind: shape
     for shape in (
         *(_decoder(kind) for kind in ("llama", "qwen2")),
-        *(TINY, TINY_MIXTURE, TINY_VISION, TINY_HYBRID, TINY_HYBRID_MIXTURE),
+        *(TINY, TINY_MIXTURE, TINY_VISION, TINY_DEEP_VISION, TINY_HYBRID, TINY_HYBRID_MIXTURE),
         *(replace(TINY_HYBRID, kind="qwen3_5"), replace(TINY_HYBRID_MIXTURE, kind="qwen3_5_moe")),
         *(MISTRAL, MINISTRAL, GEMMA3, GPT_OSS),
         *(SIGMOID, LATENT, replace(LATENT, kind="kimi_k2"), LATENT_LITE),

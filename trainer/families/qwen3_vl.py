@@ -36,9 +36,11 @@ TOWER = towers.TowerConfig(
 
 def _read(config: Config) -> dict[str, Any]:
     found = TOWER.read(config)
-    deep, layers = found["vision"].deep, range(found["vision"].layers)
-    if len(set(deep) & set(layers)) != len(deep):
-        raise UnsupportedModel(f"deepstack_visual_indexes = {list(deep)} must be different layers of {layers}")
+    deep, layers = found["vision"].deep, found["vision"].layers
+    if len(set(deep) & {*range(layers)}) != len(deep):
+        raise UnsupportedModel(
+            f"deepstack_visual_indexes = {list(deep)} must be different layers of the tower's {layers}"
+        )
     return found
 
 

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tests.fakes.pictures import data_url, encoded, painted
+from tests.tiny_model import make_tiny_vision
+from tests.unit.gateway.conftest import rigged, settings_of
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.producers.gateway.errors import BadRequest
@@ -232,6 +234,40 @@ async def test_a_template_that_numbers_images_is_rendered_whole(sees: Any) -> No
     assert "user\n2what" in text
     (*_, sample) = await samples(sees, session)
     assert await urls_of(sees, sample.images) == [CAT, DOG]
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+async def test_a_prompt_with_images_is_token_for_token_that_of_the_models_own_processor(
+    tmp_path: Path, kind: str
+) -> None:
+    from transformers import AutoProcessor
+
+    folder = make_tiny_vision(tmp_path / "model", kind)
+    first, second, third = painted(90, 60, 1), painted(33, 200, 2), painted(400, 300, 3)
+    messages = [
+        {"role": "system", "content": "look"},
+        shows(*(data_url(encoded(one)) for one in (first, second))),
+        {"role": "assistant", "content": "two"},
+        shows(data_url(encoded(third)), text="and 1 <3.0 seconds>?"),
+    ]
+    shown = iter((first, second, third))
+    theirs = [
+        {**one, "content": [{"type": "image", "image": next(shown)} if "image_url" in block else block
+                            for block in one["content"]]}
+        if isinstance(one["content"], list) else one
+        for one in messages
+    ]  # fmt: skip
+    loader: Any = AutoProcessor
+    wanted = loader.from_pretrained(folder).apply_chat_template(
+        theirs, tokenize=True, add_generation_prompt=True, return_dict=True
+    )
+    async with rigged(settings_of(folder, tmp_path), folder) as rig:
+        answer = await rig.chat(await rig.open(), messages)
+        assert answer.status_code == 200, answer.text
+        (request,) = rig.engines["e0"].requests
+    assert request.input_ids == list(wanted["input_ids"][0])
+    merged = 4  # patches of a token
+    assert [image.tokens for image in request.images] == (wanted["image_grid_thw"].prod(-1) // merged).tolist()
 
 
 @effort(deadline=None)  # the first case imports transformers

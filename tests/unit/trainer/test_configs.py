@@ -41,6 +41,7 @@ EYE: dict[str, Any] = {
     "num_position_embeddings": 16,
 }  # fmt: skip
 SECTIONS = {"mrope_section": [1, 1, 2]}
+ALTERNATING = {"rope_type": "default", "mrope_interleaved": True}
 ROUTED: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
@@ -59,6 +60,10 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": MIXED,
     "qwen3_5_text": HYBRID,
     "qwen2_5_vl": {"text_config": TINY | {"rope_scaling": {"type": "mrope", **SECTIONS}}, "vision_config": TOWER},
+    "qwen3_vl": {
+        "text_config": TINY | {"rope_scaling": {**ALTERNATING, "mrope_section": [2, 1, 1]}},
+        "vision_config": EYE | {"deepstack_visual_indexes": [0]},
+    },
 }
 """Family -> its tiny model, where that is not TINY."""
 NO_COUNTS = {"first_k_dense_replace"}
@@ -204,6 +209,9 @@ def test_a_missing_key_has_the_value_that_transformers_gives_it(tmp_path: Path, 
     if kind == "qwen2_5_vl":
         text = {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
         least |= {"text_config": text, "vision_config": {"out_hidden_size": 8192}}
+    if kind == "qwen3_vl":
+        text = {"rope_scaling": ALTERNATING | {"mrope_section": [24, 20, 20]}}
+        least |= {"text_config": text, "vision_config": {"out_hidden_size": 4096}}
     write_config(tmp_path, least)
     shape = read_shape(tmp_path)
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)

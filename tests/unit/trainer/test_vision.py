@@ -13,14 +13,16 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from tests.each import each
 from tests.fakes.batches import synthetic_model, synthetic_rows, with_random_pictures
 from tests.reference.parity import save_random
+from tests.reference.plain import PlainLearner, held_by_transformers
 from tests.tiny_model import make_tiny_vision
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import LayoutUnfit, TeacherUnfit, UnsupportedModel, weights
 from turnlog.trainer.algorithms.logprobs import check_teacher
 from turnlog.trainer.families.family import read_shape
-from turnlog.trainer.families.shape import TINY_VISION, ModelShape
+from turnlog.trainer.families.shape import TINY_DEEP_VISION, TINY_VISION, ModelShape
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.vision import PicturedRows, RowImage, attach_pictures, axes
@@ -138,6 +140,21 @@ def test_a_step_moves_the_decoder_alone_and_what_comes_back_is_what_came(
     assert other.step(rows, OBJECTIVE, 1e-2) == learner.step(rows, OBJECTIVE, 1e-2)
 
 
+@each("shape", [TINY_VISION, TINY_DEEP_VISION])
+@each("changed", [{"packing": "on"}, {"lora_rank": 4, "recompute": "full"}])
+def test_steps_with_images_are_those_of_transformers_and_adamw(shape: ModelShape, changed: dict[str, Any]) -> None:
+    weights_of_both, options = random_weights(shape, 1), dataclasses.replace(ONE, **changed)
+    learner, plain = Learner(shape, weights_of_both, options), PlainLearner(shape, weights_of_both, options)
+    for step in range(2):
+        rows = with_random_pictures(synthetic_rows(step), shape, step)
+        ours, theirs = learner.step(rows, OBJECTIVE, 1e-3), plain.step(rows, OBJECTIVE, 1e-3)
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+    if not options.lora_rank:
+        after, moved = plain.export(), held_by_transformers(learner.export(), shape)
+        assert max(float((tensor - after[name]).abs().max()) for name, tensor in moved.items()) < 1e-5
+
+
 @pytest.mark.parametrize("changed", [{"recompute": "full", "lora_rank": 4}, {"dtype": "bfloat16"}])
 def test_adapters_and_half_the_bits_see_as_much(folder: Path, rows: PicturedRows, changed: dict[str, Any]) -> None:
     shape, state = read_shape(folder), weights.read_weights(folder)
@@ -148,9 +165,10 @@ def test_adapters_and_half_the_bits_see_as_much(folder: Path, rows: PicturedRows
     assert learner.step(rows, OBJECTIVE, 1e-3).grad_norm > 0
 
 
-def test_a_critic_sees_what_the_policy_sees() -> None:
-    rows = with_random_pictures(synthetic_rows(0), TINY_VISION, 0)
-    learner = Learner(TINY_VISION, random_weights(TINY_VISION, 1), ONE, critic=True)
+@each("shape", [TINY_VISION, TINY_DEEP_VISION])
+def test_a_critic_sees_what_the_policy_sees(shape: ModelShape) -> None:
+    rows = with_random_pictures(synthetic_rows(0), shape, 0)
+    learner = Learner(shape, random_weights(shape, 1), ONE, critic=True)
     assert len(learner.values(rows)) == len(rows.token_ids) + len(rows)
 
 
@@ -165,14 +183,15 @@ def test_positions_behind_an_image_go_on_where_its_longer_side_ended() -> None:
     assert axes(4, [image]).tolist() == [[0, 0, 0], [1, 1, 1], [2, 2, 2], [2, 2, 3]], "a row that was cut inside"
 
 
-def flat(config: dict[str, Any]) -> dict[str, Any]:
-    """As the Hub's folders have it."""
+def as_on_the_hub(config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json as folders of the Hub have it: flat for Qwen2.5-VL."""
     text = config.pop("text_config")
     rope = text.pop("rope_parameters")
-    return {
-        **text, **config,
-        "rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
-    }  # fmt: skip
+    text |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    if config["model_type"] == "qwen3_vl":
+        return {**config, "text_config": text}
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    return {**text, **config}
 
 
 def changed_shape(folder: Path, tmp_path: Path, change: Any) -> ModelShape:
@@ -183,7 +202,7 @@ def changed_shape(folder: Path, tmp_path: Path, change: Any) -> ModelShape:
 
 
 def test_the_folders_of_the_hub_describe_the_same_model(folder: Path, tmp_path: Path) -> None:
-    assert changed_shape(folder, tmp_path, flat) == read_shape(folder)
+    assert changed_shape(folder, tmp_path, as_on_the_hub) == read_shape(folder)
 
 
 def test_what_the_tower_would_not_compute_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -191,17 +210,47 @@ def test_what_the_tower_would_not_compute_is_refused(folder: Path, tmp_path: Pat
         return {**config, "vision_config": {**config["vision_config"], "hidden_act": "gelu"}}
 
     def scaled(config: dict[str, Any]) -> dict[str, Any]:
-        rope = {"rope_type": "yarn", "factor": 4.0, "mrope_section": [2, 3, 3]}
+        rope = config["text_config"]["rope_parameters"] | {"rope_type": "yarn", "factor": 4.0}
         return {**config, "text_config": {**config["text_config"], "rope_parameters": rope}}
 
-    with pytest.raises(UnsupportedModel, match="vision_config must have hidden_act 'silu'"):
+    with pytest.raises(UnsupportedModel, match=r"vision_config must have hidden_act '(silu|gelu_pytorch_tanh)'"):
         changed_shape(folder, tmp_path, gelu)
     with pytest.raises(
         UnsupportedModel, match=r"rotary positions .*yarn.* are not supported; supported: mrope_section"
     ):
         changed_shape(folder, tmp_path, scaled)
-    with pytest.raises(LayoutUnfit, match="context_parallel = 2 is not supported for qwen2_5_vl, because its tokens"):
-        check_layout(TINY_VISION, LearnerOptions(context_parallel=2))
+    with pytest.raises(LayoutUnfit, match=r"context_parallel = 2 is not supported for qwen\w+_vl, because its tokens"):
+        check_layout(read_shape(folder), LearnerOptions(context_parallel=2))
+
+
+def test_what_the_decoder_would_not_add_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny_vision(tmp_path / "model", "qwen3_vl")
+
+    def deep(*layers: int) -> Any:
+        return lambda config: {
+            **config, "vision_config": {**config["vision_config"], "deepstack_visual_indexes": layers}
+        }  # fmt: skip
+
+    def apart(config: dict[str, Any]) -> dict[str, Any]:
+        rope = config["text_config"]["rope_parameters"] | {"mrope_interleaved": False}
+        return {**config, "text_config": {**config["text_config"], "rope_parameters": rope}}
+
+    for layers in ((1, 1), (0, 3)):
+        with pytest.raises(UnsupportedModel, match=r"deepstack_visual_indexes = .* must be different layers of the"):
+            changed_shape(folder, tmp_path, deep(*layers))
+    with pytest.raises(UnsupportedModel, match=r"not supported; supported: mrope_section, mrope_interleaved = True"):
+        changed_shape(folder, tmp_path, apart)
+    two = LearnerOptions(pipeline_parallel=2)
+    check_layout(changed_shape(folder, tmp_path, deep(1)), two)
+    with pytest.raises(LayoutUnfit, match=r"pipeline_parallel = 2 .* must have the 2 layers that deepstack_visual_ind"):
+        check_layout(changed_shape(folder, tmp_path, deep(0, 1)), two)
+
+
+def test_a_teacher_of_another_family_that_sees_is_refused(folder: Path, tmp_path: Path) -> None:
+    kind = read_shape(folder).kind
+    other = make_tiny_vision(tmp_path / "other", "qwen3_vl" if kind == "qwen2_5_vl" else "qwen2_5_vl")
+    with pytest.raises(TeacherUnfit, match=rf"or others than the policy: name a model of its family \({kind}\)"):
+        check_teacher(other, folder, LearnerOptions())
 
 
 def test_a_teacher_that_sees_nothing_is_refused(folder: Path, tmp_path: Path) -> None:
