@@ -53,13 +53,15 @@ class TowerConfig:
         wanted = {key: value for key, value in self.rope.items() if key != "type"}
         if not known or "mrope_section" not in rope or any(rope.get(key) != value for key, value in wanted.items()):
             needed = ", ".join(["mrope_section", *(f"{key} = {value}" for key, value in wanted.items())])
-            raise UnsupportedModel(f"rotary positions {dict(rope)} are not supported; supported: {needed}")
+            raise UnsupportedModel(
+                f"rotary positions {dict(rope)} (rope_scaling, rope_parameters) are not supported; supported: {needed}"
+            )
         act = self.defaults["hidden_act"]
         if tower["hidden_act"] != act or tower["out_hidden_size"] != config["hidden_size"]:
             raise UnsupportedModel(
                 f"vision_config must have hidden_act {act!r} and the decoder's hidden_size as its out_hidden_size"
             )
-        fields = {
+        fields: dict[str, Any] = {
             field: tuple(tower[key]) if isinstance(self.defaults[key], tuple) else whole_number(tower, key)
             for field, key in {**FIELDS, **self.fields}.items()
         }

@@ -24,10 +24,10 @@ from turnlog.settings import EngineSettings
 pytestmark = pytest.mark.long  # the suite has images as an engine takes them (test_gateway_images.py)
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Qwen2.5-VL."""
-    return make_tiny_vision(tmp_path_factory.mktemp("vision"))
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def model_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A tiny random model that sees."""
+    return make_tiny_vision(tmp_path_factory.mktemp("vision"), request.param)
 
 
 @contextmanager
@@ -63,9 +63,9 @@ def shows(image: Any, text: str) -> dict[str, Any]:
 def logprobs(folder: Path, ids: list[int], images: list[Any], outputs: int) -> list[float]:
     """Log-probs of the last `outputs` ids by transformers."""
     import torch
-    from transformers import AutoImageProcessor, Qwen2_5_VLForConditionalGeneration
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-    network: Any = Qwen2_5_VLForConditionalGeneration
+    network: Any = AutoModelForImageTextToText
     loader: Any = AutoImageProcessor
     model = network.from_pretrained(folder, dtype=torch.float32).eval()
     pixels = loader.from_pretrained(folder)(images=images, return_tensors="pt")
