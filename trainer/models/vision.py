@@ -119,7 +119,7 @@ class VisionMicrobatch(Protocol):
 
     @property
     def features(self) -> torch.Tensor | None:
-        """Feature indices, see `shown`."""
+        """Feature indices, see `place_features`."""
         ...
 
     @property
@@ -133,16 +133,16 @@ class DeepFeatures:
     """Image features that are added behind the first layers of the decoder."""
 
     places: torch.Tensor
-    """[s, b] feature indices of this rank's positions, see `shown`."""
+    """[s, b] feature indices of this rank's positions, see `place_features`."""
     features: Sequence[torch.Tensor]
     """[features, h] for each layer."""
 
     def add(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Return the hidden states [s, b, h] that a layer leaves, with the features of their positions."""
-        return hidden + shown(self.places, self.features[layer], torch.zeros_like(hidden[:1, :1]))
+        return hidden + place_features(self.places, self.features[layer], torch.zeros_like(hidden[:1, :1]))
 
 
-def shown(places: torch.Tensor, features: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+def place_features(places: torch.Tensor, features: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """Return [s, b, h]: of `features` [n, h] number p - 1 where `places` [s, b] is p, and `others` where it is 0."""
     return torch.where((places > 0)[..., None], features[(places - 1).clamp(min=0)], others)
 
@@ -174,7 +174,7 @@ class Sight:
             places = places.chunk(ranks)[mcore.parallel_state.get_tensor_model_parallel_rank()]
         if deep := getattr(found, "deepstack_features", None):
             self._deep = DeepFeatures(places, deep)
-        return shown(places, found.pooler_output, embedded)
+        return place_features(places, found.pooler_output, embedded)
 
     def _hand_over(self, _: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Forward hook: give the layers their features by an argument that attention does not read.

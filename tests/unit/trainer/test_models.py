@@ -28,7 +28,7 @@ from tests.reference.parity import check_export, check_written, loaded_model, sa
 from turnlog.names import EntryPointGroup
 from turnlog.trainer import ModelDamaged, UnsupportedModel, WeightsMismatch, mcore, weights
 from turnlog.trainer.families.family import as_dict, read_shape
-from turnlog.trainer.families.shape import TINY, TINY_MIXTURE, TINY_VISION, RopeScaling
+from turnlog.trainer.families.shape import TINY, TINY_DEEP_VISION, TINY_MIXTURE, TINY_VISION, RopeScaling
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.plan import LearnerOptions
 
@@ -129,6 +129,13 @@ def test_checkpoints_record_the_values_that_they_always_have() -> None:
         "vision": {
             "layers": 2, "hidden": 64, "heads": 4, "ffn": 128, "channels": 3, "patch": 14, "frames": 2, "merge": 2,
             "window": 112, "unbounded": (1,), "token": 5, "sections": (2, 3, 3),
+        },
+    }  # fmt: skip
+    assert as_dict(TINY_DEEP_VISION) == plain | {
+        "kind": "qwen3_vl",
+        "vision": {
+            "layers": 3, "hidden": 64, "heads": 4, "ffn": 128, "channels": 3, "patch": 16, "frames": 2, "merge": 2,
+            "positions": 16, "deep": (1,), "token": 5, "sections": (4, 2, 2), "interleaved": True,
         },
     }  # fmt: skip
     scaled = dataclasses.replace(TINY.rope, scaling=RopeScaling(factor=8.0, low=1.0, high=4.0, original=64))
