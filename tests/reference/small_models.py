@@ -15,6 +15,7 @@ from turnlog.trainer.families.shape import (
     LatentAttention,
     Mixture,
     ModelShape,
+    QueryGrowth,
     Rope,
     SigmoidRouting,
     SlidingWindow,
@@ -32,6 +33,11 @@ def _decoder(kind: str) -> ModelShape:
 
 MISTRAL = replace(_decoder("mistral"), layer_types=("sliding_attention", "sliding_attention"), sliding=WINDOW)
 MINISTRAL = replace(_decoder("ministral"), layer_types=("sliding_attention", "full_attention"), sliding=WINDOW)
+MINISTRAL3 = replace(
+    _decoder("ministral3"),
+    rope=Rope(theta=1000.0, scaling=YarnScaling(factor=4.0, original=8, shares=(1.0, 1.0))),
+    growth=QueryGrowth(beta=0.5, original=8),
+)
 GEMMA3 = replace(
     _decoder("gemma3_text"),
     tied=True,
@@ -77,7 +83,7 @@ SMALL = {
         *(_decoder(kind) for kind in ("llama", "qwen2")),
         *(TINY, TINY_MIXTURE, TINY_VISION, TINY_DEEP_VISION, TINY_HYBRID, TINY_HYBRID_MIXTURE),
         *(replace(TINY_HYBRID, kind="qwen3_5"), replace(TINY_HYBRID_MIXTURE, kind="qwen3_5_moe")),
-        *(MISTRAL, MINISTRAL, GEMMA3, GPT_OSS),
+        *(MISTRAL, MINISTRAL, MINISTRAL3, GEMMA3, GPT_OSS),
         *(SIGMOID, LATENT, replace(LATENT, kind="kimi_k2"), LATENT_LITE),
     )
 }

@@ -34,6 +34,7 @@ BUILT_IN = {
     "kimi_k2": "deepseek_v3:KIMI_K2",
     "llama": "llama:LLAMA",
     "ministral": "mistral:MINISTRAL",
+    "ministral3": "ministral3:MINISTRAL3",
     "mistral": "mistral:MISTRAL",
     "qwen2": "qwen2:QWEN2",
     "qwen2_5_vl": "qwen2_5_vl:QWEN2_5_VL",

@@ -37,7 +37,8 @@ def rope_values(text: Mapping[str, Any], theta: float) -> dict[str, Any]:
     original = text.get("original_max_position_embeddings")
     if original is not None and rope.setdefault("original_max_position_embeddings", original) != original:
         raise UnsupportedModel(
-            f"original_max_position_embeddings is {original} beside rotary positions {rope}: keep one of them"
+            f"original_max_position_embeddings is {original} beside rotary positions {rope} (rope_scaling, "
+            "rope_parameters): keep one of them"
         )
     return rope
 

@@ -154,6 +154,15 @@ class SlidingWindow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueryGrowth:
+    """Factor 1 + beta log(1 + floor(position / original)) of queries, as Llama 4 has it in place of longer training."""
+
+    beta: float
+    original: int
+    """original_max_position_embeddings of config.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinearAttention:
     """Gated delta nets of the layers of kind linear_attention (models.gated_delta)."""
 
@@ -244,6 +253,8 @@ class ModelShape:
     """Sliding window; None if no layer has one."""
     attention_scale: float | None = None
     """Factor of attention scores; None: 1 / sqrt(head_dim)."""
+    growth: QueryGrowth | None = None
+    """Growth of queries with their position; None if they do not grow."""
     mixture: Mixture | None = None
     """Mixture of experts; None if every layer is dense."""
     latent: LatentAttention | None = None

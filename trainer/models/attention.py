@@ -266,6 +266,35 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
         return found
 
 
+class GrowingQueryAttention(SdpaAttention):
+    """Attention whose queries grow with their position in the row (families.shape.QueryGrowth)."""
+
+    def __init__(self, *arguments: Any, beta: float, original: int, **named: Any) -> None:
+        """`beta` and `original` are those of QueryGrowth."""
+        super().__init__(*arguments, **named)
+        self._beta, self._original = beta, original
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Any = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """See SdpaAttention."""
+        positions = torch.arange(len(query), device=query.device)
+        if packed_seq_params is not None:
+            ends = packed_seq_params.cu_seqlens_q
+            positions = positions - ends[:-1].repeat_interleave(ends.diff(), output_size=len(query))
+        growth = 1 + self._beta * torch.log(1 + torch.floor(positions / self._original))
+        grown = query * growth.to(query.dtype).view(-1, *[1] * (query.dim() - 1))
+        return super().forward(grown, key, value, attention_mask, packed_seq_params=packed_seq_params)
+
+
 def _near(queries: int, keys: int, window: int, device: torch.device) -> torch.Tensor:
     """Return [queries, keys] whether a key is among the last `window` up to a query's own position; the last query is
     aligned with the last key.

@@ -40,6 +40,7 @@ EYE: dict[str, Any] = {
     "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32,
     "num_position_embeddings": 16,
 }  # fmt: skip
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 SECTIONS = {"mrope_section": [1, 1, 2]}
 ALTERNATING = {"rope_type": "default", "mrope_interleaved": True}
 ROUTED: dict[str, Any] = {
@@ -54,6 +55,8 @@ BASES: dict[str, dict[str, Any]] = {
     "glm4_moe": TINY | ROUTED | {"first_k_dense_replace": 1},
     "glm4_moe_lite": LATENT,
     "gpt_oss": TINY | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "ministral3": TINY
+    | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.5}, "original_max_position_embeddings": 16},
     "qwen3_moe": TINY | EXPERTS,
     "qwen3_5": {"text_config": HYBRID, "vision_config": EYE},
     "qwen3_5_moe": {"text_config": MIXED, "vision_config": EYE},
@@ -70,7 +73,6 @@ NO_COUNTS = {"first_k_dense_replace"}
 """Keys that may be 0."""
 KINDS = sorted({*BUILT_IN} - {"kimi_k2"})
 """Families that transformers knows by their name; Kimi K2 is DeepSeek-V3 by another one."""
-YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 ROPES: list[Any] = [
     None,
     {"rope_type": "default"},

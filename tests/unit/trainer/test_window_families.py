@@ -1,4 +1,4 @@
-"""Mistral, Ministral, Gemma 3 and gpt-oss against transformers: log-probs, checkpoints, and weights there and back."""
+"""Mistral, Ministral 1 and 3, Gemma 3, gpt-oss against transformers: log-probs, checkpoints, and weights there and back."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
+    Ministral3Config,
     MinistralConfig,
     MistralConfig,
     Mxfp4Config,
@@ -53,11 +54,18 @@ EXPERTS: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
 GEMMA = functools.partial(Gemma3TextConfig, **SIZES, **WINDOW, query_pre_attn_scalar=32)
 OSS = functools.partial(GptOssConfig, **SIZES, **WINDOW, **EXPERTS)
 SHORT = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
+GROWING: dict[str, Any] = {
+    "rope_parameters": SHORT
+    | {"original_max_position_embeddings": 8, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+    "original_max_position_embeddings": 8,
+}
 CONFIGS = {
     "mistral": MistralConfig(**SIZES, **WINDOW),
     "mistral without windows": MistralConfig(**SIZES, sliding_window=None, tie_word_embeddings=True),
     "ministral": MinistralConfig(**SIZES, **WINDOW, **TYPES),
     "ministral everywhere": MinistralConfig(**SIZES, **WINDOW),
+    "ministral3": Ministral3Config(**SIZES, **GROWING),
+    "ministral3 with windows": Ministral3Config(**SIZES, **WINDOW, **GROWING, tie_word_embeddings=True),
     "gemma3_text": GEMMA(**TYPES),
     "gemma3_text by pattern": GEMMA(sliding_window_pattern=3, tie_word_embeddings=False),
     "gemma3_text scaled": GEMMA(**TYPES, rope_scaling={"rope_type": "linear", "factor": 8.0}, rope_theta=500.0),
@@ -147,6 +155,12 @@ def test_a_missing_key_has_the_value_that_transformers_gives_it(kind: str, left_
     [
         ("mistral", {"attention_bias": True}, "attention_bias = True"),
         ("mistral", {"sliding_window": 0}, "sliding_window = 0"),
+        (
+            "ministral3",
+            {"rope_parameters": SHORT | {"original_max_position_embeddings": 8}},
+            "llama_4_scaling_beta must be a number",
+        ),
+        ("ministral3", {"original_max_position_embeddings": None}, "engines read it at the top of config.json"),
         ("ministral", {"layer_types": ["chunked_attention"] * 3}, "layer_types = .*chunked_attention"),
         ("ministral", {"layer_types": ["full_attention"]}, "layer_types = .* per layer"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
