@@ -395,8 +395,8 @@ def held_by_transformers(weights: Mapping[str, torch.Tensor], shape: ModelShape)
 
 
 def _name_in_transformers(name: str, shape: ModelShape) -> str:
-    """Return the name in transformers' model of a tensor that is not a matrix of an expert. Files of Qwen3-VL have these
-    names already."""
+    """Return the name in transformers' model of a tensor that is not a matrix of an expert. Files of Qwen3-VL have it
+    already."""
     if shape.kind != "qwen2_5_vl":
         return name
     return f"model.{name}" if name.startswith("visual.") else name.replace("model.", "model.language_model.", 1)

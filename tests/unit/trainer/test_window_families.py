@@ -1,4 +1,4 @@
-"""Mistral, Ministral 1 and 3, Gemma 3, gpt-oss against transformers: log-probs, checkpoints, and weights there and back."""
+"""Mistral, Ministral, Gemma 3 and gpt-oss against transformers: log-probs, checkpoints, and weights there and back."""
 
 from __future__ import annotations
 
