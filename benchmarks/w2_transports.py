@@ -25,7 +25,7 @@ from tests.tiny_model import make_tiny_model
 from turnlog.consumers.loader.role import transport_of
 from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.engine import SGLangControl
-from turnlog.infra.tensors.versions import model_shapes
+from turnlog.infra.tensors.fits import model_shapes
 from turnlog.settings import EngineSettings, LoaderSettings
 from turnlog.trainer import weights
 from turnlog.trainer.families.family import read_shape

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from turnlog.trainer import ModelDamaged
-from turnlog.trainer.families.family import read_shape
+from turnlog.trainer import ModelDamaged, UnsupportedModel
+from turnlog.trainer.families.family import QUANTIZED, read_shape
 from turnlog.trainer.families.shape import ModelShape
 
 
 def check_folder(folder: Path) -> ModelShape:
-    """Return the shape of a model whose tokenizer fits it. Raises UnsupportedModel, ModelDamaged."""
+    """Return the shape of a model whose tokenizer fits it, and of which engines can load the versions. Raises
+    UnsupportedModel, ModelDamaged."""
     shape = read_shape(folder)
+    if found := json.loads((folder / "config.json").read_bytes()).get(QUANTIZED):
+        raise UnsupportedModel(
+            f"{folder} has weights in {found.get('quant_method')}. Engines that loaded these cannot load what the "
+            "trainer publishes: write the model in bfloat16 (docs/models.md), and set [model] path to that folder"
+        )
     file = folder / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(file))

@@ -31,6 +31,7 @@ from turnlog.infra.blobs import BlobError
 from turnlog.infra.engine import EngineControl, EngineDead, EngineRefused
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role
+from turnlog.infra.tensors.fits import check_fits, model_shapes
 from turnlog.infra.tensors.served import ServedNote, weight_folders
 from turnlog.infra.tensors.versions import (
     BadWeights,
@@ -39,8 +40,6 @@ from turnlog.infra.tensors.versions import (
     Timer,
     WeightFolders,
     chain_of,
-    check_fits,
-    model_shapes,
 )
 from turnlog.processors.core.views.fleet import STARTING
 from turnlog.processors.core.views.progress import WeightChain

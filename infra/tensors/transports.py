@@ -6,7 +6,7 @@
 
 The source is the files that the loader has verified. Each bucket is a range of a file's bytes, which is mapped and
 never read into separate memory. SGLang accepts buckets between begin_weight_update and end_weight_update. It answers
-200 to unknown names and dies of wrong shapes, so names and shapes are checked before (versions.check_fits).
+200 to unknown names and dies of wrong shapes, so names and shapes are checked before (fits.check_fits).
 
 A partly loaded version must not be served. Before the first bucket the engine's label is set to "loading", and the
 version's own label is set last. If the loader is killed in between, its successor and every gateway see an engine

@@ -6,6 +6,7 @@ BadWeights   SGLang would load wrong tensors and die of short files
 ├── TruncatedSafetensors   a file's length does not match its header, or it has no header
 ├── TensorsMismatch        names differ from those of the engine's model
 ├── ShapeMismatch          a tensor has another shape than in the engine's model
+├── QuantizedModel         the engine's model is quantized, published weights never are
 ├── DtypeMismatch          a tensor has another dtype than the event states
 ├── BaseMissing            no event describes the base of a delta
 ├── WrongBase              a delta does not match the contents of its base
@@ -29,13 +30,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from turnlog.infra.blobs import BlobCorrupt, Blobs
-from turnlog.infra.tensors import adapters, deltas
-from turnlog.infra.tensors.files import CODES, SUFFIX, NotSafetensors, TensorSpec, places, read_checksums
+from turnlog.infra.tensors import deltas
+from turnlog.infra.tensors.files import CODES, SUFFIX, NotSafetensors, TensorSpec, read_checksums
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.schemas.events.weights import WeightFile
 
 log = logging.getLogger(__name__)
-Shapes = Mapping[str, tuple[int, ...]]
 Chain = Sequence[WeightVersionPublished]
 AT_ONCE = 4
 """Number of a version's files that are fetched or hashed concurrently."""
@@ -55,6 +55,10 @@ class TensorsMismatch(BadWeights):
 
 class ShapeMismatch(BadWeights):
     """The shape of a tensor differs from the model's."""
+
+
+class QuantizedModel(BadWeights):
+    """The engine loaded quantized weights, and takes no others. Remedy: serve the model in bfloat16."""
 
 
 class DtypeMismatch(BadWeights):
@@ -77,34 +81,8 @@ class UnsafeName(BadWeights):
     """A file name in an event is not a plain name."""
 
 
-def model_shapes(folder: Path) -> Shapes:
-    """Return tensor names and shapes of a model folder. Only headers are read. Raises FileNotFoundError,
-    NotSafetensors."""
-    files = sorted(folder.glob(f"*{SUFFIX}"))
-    if not files:
-        raise FileNotFoundError(f"{folder} has no {SUFFIX} file; [model] path must be the folder that engines serve")
-    return {place.spec.name: place.spec.shape for file in files for place in places(file)}
-
-
-def published_shapes(event: WeightVersionPublished) -> Shapes:
-    """Return tensor names and shapes of the version."""
-    sizes = {name: text.partition(":")[2] for name, text in event.checksums.items()}
-    return {name: tuple(map(int, size.split("x"))) if size else () for name, size in sizes.items()}
-
-
-def check_fits(event: WeightVersionPublished, expected: Shapes) -> None:
-    """Check that an engine whose model has the tensors `expected` can load the version. Raises TensorsMismatch,
-    ShapeMismatch."""
-    found = published_shapes(event)
-    if event.kind == "adapter":
-        expected = adapters.expected_tensors(expected, found)
-    _check_names(event, found.keys(), expected.keys())
-    for name, shape in found.items():
-        if shape != expected[name]:
-            raise ShapeMismatch(f"version {event.version}: {name} is {shape}, but the model has {expected[name]}")
-
-
-def _check_names(event: WeightVersionPublished, found: Iterable[str], wanted: Iterable[str]) -> None:
+def check_names(event: WeightVersionPublished, found: Iterable[str], wanted: Iterable[str]) -> None:
+    """Check that a version has the tensors `wanted` and no others. Raises TensorsMismatch."""
     if differing := sorted(set(found) ^ set(wanted)):
         raise TensorsMismatch(
             f"version {event.version}: {len(differing)} tensors are missing or unknown, the first is {differing[0]}"
@@ -225,7 +203,7 @@ class Verification:
         """Check that the files have exactly the version's tensors, byte for byte, and return them. Raises
         TensorsMismatch, DtypeMismatch, ChecksumMismatch."""
         event = self._event
-        _check_names(event, [spec.name for spec, _ in self._found], event.checksums)
+        check_names(event, [spec.name for spec, _ in self._found], event.checksums)
         for spec, checksum in self._found:
             dtype = event.dtypes.get(spec.name, event.dtype)
             if spec.code != CODES.get(dtype):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import fcntl
+import json
 import struct
 from pathlib import Path
 
@@ -16,12 +17,14 @@ from safetensors.torch import load_file, save
 from tests.fakes.weights import Publications, version
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.tensors.files import TensorSpec
+from turnlog.infra.tensors.fits import check_fits, model_shapes
 from turnlog.infra.tensors.versions import (
     TURN,
     BaseMissing,
     ChecksumMismatch,
     DtypeMismatch,
     Held,
+    QuantizedModel,
     ShapeMismatch,
     TensorsMismatch,
     Timer,
@@ -30,8 +33,6 @@ from turnlog.infra.tensors.versions import (
     Verification,
     WeightFolders,
     chain_of,
-    check_fits,
-    model_shapes,
     seal,
 )
 from turnlog.schemas.events import WeightVersionPublished
@@ -102,6 +103,36 @@ async def test_a_version_of_another_model_is_refused_before_it_is_fetched(blobs:
     turned = {"a": TENSORS["a"].T.contiguous(), "b": TENSORS["b"]}
     with pytest.raises(ShapeMismatch, match=r"a is \(3, 2\)"):
         check_fits(await version(turned, 3, blobs, model), SHAPES)
+
+
+async def test_a_version_fits_a_folder_of_the_hub_that_has_its_tensors_in_another_form(
+    blobs: MemoryBlobs, model: Path
+) -> None:
+    """Experts of a layer in one tensor, a layer that predicts further tokens, an output layer that is the embedding."""
+    experts = "model.layers.0.mlp.experts."
+    stacked = {f"{experts}gate_up_proj": torch.ones(2, 6, 4), f"{experts}down_proj": torch.ones(2, 4, 3)}
+    beside = {"model.layers.1.eh_proj.weight": torch.ones(2, 2), "lm_head.weight": torch.ones(3, 4)}
+    embedding = {"model.embed_tokens.weight": torch.ones(3, 4)}
+    (model / "model.safetensors").write_bytes(save({**embedding, **stacked, **beside}))
+    config = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1, "tie_word_embeddings": True}
+    (model / "config.json").write_text(json.dumps(config))
+    parts = {"gate_proj": torch.ones(3, 4), "up_proj": torch.ones(3, 4), "down_proj": torch.ones(4, 3)}
+    exported = {f"{experts}{at}.{part}.weight": matrix for at in (0, 1) for part, matrix in parts.items()} | embedding
+    check_fits(await version(exported, 3, blobs, model), model_shapes(model))
+    del exported[f"{experts}1.up_proj.weight"]
+    with pytest.raises(TensorsMismatch, match=r"1 tensors .*experts\.1\.up_proj"):
+        check_fits(await version(exported, 4, blobs, model), model_shapes(model))
+
+
+async def test_a_version_for_engines_that_loaded_quantized_weights_is_refused_with_the_remedy(
+    blobs: MemoryBlobs, model: Path
+) -> None:
+    experts = "model.layers.0.mlp.experts.down_proj"
+    quantized = {f"{experts}_{part}": torch.ones(2, 2, dtype=torch.uint8) for part in ("blocks", "scales")}
+    (model / "model.safetensors").write_bytes(save(quantized))
+    event = await version({experts: torch.ones(2, 2, 2)}, 3, blobs, model)
+    with pytest.raises(QuantizedModel, match=r"down_proj_blocks.*let \[model\] path be a folder in bfloat16"):
+        check_fits(event, model_shapes(model))
 
 
 async def test_a_tensor_that_the_files_lack_is_named(event: WeightVersionPublished, tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
+from tests.reference.windows import GPT_OSS
 from turnlog.infra.embedded import ModelMissing
 from turnlog.settings import ModelSettings, Settings
 from turnlog.trainer import ModelDamaged, UnsupportedModel
-from turnlog.trainer.families.family import config_json
+from turnlog.trainer.families.family import QUANTIZED, config_json
 from turnlog.trainer.families.shape import TINY
 from turnlog.trainer.model_folder import check_folder
 from turnlog.trainer.tiny_policy import prepare_model
@@ -56,4 +57,14 @@ def test_a_tokenizer_that_is_cut_short_is_named(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, 10)
     (tmp_path / "tokenizer.json").write_bytes((tmp_path / "tokenizer.json").read_bytes()[:-20])
     with pytest.raises(ModelDamaged, match=r"tokenizer\.json cannot be read as a tokenizer"):
+        check_folder(tmp_path)
+
+
+def test_a_quantized_model_is_refused_because_its_engines_could_not_load_the_next_weights(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 10)
+    values = config_json(GPT_OSS, eos_token_id=0, pad_token_id=0)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert check_folder(tmp_path) == GPT_OSS
+    (tmp_path / "config.json").write_text(json.dumps({**values, QUANTIZED: {"quant_method": "mxfp4"}}))
+    with pytest.raises(UnsupportedModel, match=r"in mxfp4\. Engines .* write the model in bfloat16"):
         check_folder(tmp_path)
