@@ -8,15 +8,20 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from turnlog.trainer import ModelDamaged, UnsupportedModel
-from turnlog.trainer.families.family import QUANTIZED, read_shape
+from turnlog.trainer.families.family import QUANTIZED, family, read_shape
 from turnlog.trainer.families.shape import ModelShape
 
 
 def check_folder(folder: Path) -> ModelShape:
-    """Return the shape of a model whose tokenizer fits it, and of which engines can load the versions. Raises
-    UnsupportedModel, ModelDamaged."""
+    """Return the shape of a model that engines can serve, whose next weights they can load, and whose tokenizer fits
+    it. Raises UnsupportedModel, ModelDamaged."""
     shape = read_shape(folder)
-    if found := json.loads((folder / "config.json").read_bytes()).get(QUANTIZED):
+    config = json.loads((folder / "config.json").read_bytes())
+    own = family(shape.kind)
+    for key, value in own.for_engines.items():
+        if key not in (config.get(own.text) or config):
+            raise UnsupportedModel(f"{folder}: config.json has no {key}, which engines need: set it to {value}")
+    if found := config.get(QUANTIZED):
         raise UnsupportedModel(
             f"{folder} has weights in {found.get('quant_method')}. Engines that loaded these cannot load what the "
             "trainer publishes: write the model in bfloat16 (docs/models.md), and set [model] path to that folder"

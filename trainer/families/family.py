@@ -135,6 +135,8 @@ class Family:
     """Returns the vision tower as a torch module of a dtype, with meaningless weights."""
     also: tuple[str, ...] = ()
     """Further keys of config.json that count; an unknown model that lacks them is less like this family."""
+    for_engines: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Key of config.json that engines need and transformers does not write -> what to set it to."""
     without: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """[trainer] setting that the family does not support (context_parallel, packing, lora_rank, ...) -> reason, which
     completes "is not supported for KIND, because ...".

@@ -64,5 +64,6 @@ GLM4_MOE_LITE = Family(
     tensors=deepseek_v3.tensors,
     options=deepseek_v3.options,
     layer_spec=deepseek_v3.layer_spec,
+    for_engines={"first_k_dense_replace": "the number of dense layers in mlp_layer_types"},
     without=deepseek_moe.WITHOUT,
 )

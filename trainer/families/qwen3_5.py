@@ -63,10 +63,20 @@ def read_hybrid(config: Config) -> dict[str, Any]:
 
 
 def write_hybrid(shape: ModelShape, values: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json of the decoder from that of a plain decoder."""
+    """Return config.json of the decoder from that of a plain decoder.
+
+    SGLang reads full_attention_interval alone, transformers layer_types alone.
+    """
     assert shape.linear is not None
     sizes = {key: getattr(shape.linear, field) for field, key in FIELDS.items()}
-    return values | {"layer_types": list(shape.layer_types), "attn_output_gate": True} | sizes
+    types = [shape.layer_type(layer) for layer in range(shape.layers)]
+    interval = types.index("full_attention") + 1 if "full_attention" in types else shape.layers + 1
+    return values | {
+        "layer_types": types,
+        "full_attention_interval": interval,
+        "attn_output_gate": True,
+        **sizes,
+    }
 
 
 def nest_text(text: dict[str, Any], model_type: str) -> dict[str, Any]:
@@ -158,6 +168,7 @@ QWEN3_5_TEXT = Family(
     options=hybrid_options,
     layer_spec=hybrid_spec,
     carried=("mtp.",),
+    for_engines={"full_attention_interval": "one full_attention in so many layers (4 in published models)"},
     without={
         "context_parallel": "the state of a gated delta net passes through all of a row's tokens in turn",
         "publish": "engines apply adapters to some matrices of a gated delta net alone: set it to merged",

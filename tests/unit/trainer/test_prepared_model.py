@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
+from tests.each import each
+from tests.reference.layouts import LATENT
 from tests.reference.windows import GPT_OSS
 from turnlog.infra.embedded import ModelMissing
 from turnlog.settings import ModelSettings, Settings
 from turnlog.trainer import ModelDamaged, UnsupportedModel
 from turnlog.trainer.families.family import QUANTIZED, config_json
-from turnlog.trainer.families.shape import TINY
+from turnlog.trainer.families.shape import TINY, TINY_HYBRID, ModelShape
 from turnlog.trainer.model_folder import check_folder
 from turnlog.trainer.tiny_policy import prepare_model
 
@@ -68,3 +72,23 @@ def test_a_quantized_model_is_refused_because_its_engines_could_not_load_the_nex
     (tmp_path / "config.json").write_text(json.dumps({**values, QUANTIZED: {"quant_method": "mxfp4"}}))
     with pytest.raises(UnsupportedModel, match=r"in mxfp4\. Engines .* write the model in bfloat16"):
         check_folder(tmp_path)
+
+
+@each(
+    "shape, key",
+    [
+        (TINY_HYBRID, "full_attention_interval"),
+        (dataclasses.replace(LATENT, kind="glm4_moe_lite"), "first_k_dense_replace"),
+    ],
+)
+def test_a_key_that_engines_need_and_transformers_does_not_write_is_named(shape: ModelShape, key: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_tokenizer(folder, 10)
+        values = config_json(shape, eos_token_id=0, pad_token_id=0)
+        (folder / "config.json").write_text(json.dumps(values))
+        assert check_folder(folder) == shape
+        del values[key]
+        (folder / "config.json").write_text(json.dumps(values))
+        with pytest.raises(UnsupportedModel, match=f"config.json has no {key}, which engines need: set it to"):
+            check_folder(folder)
