@@ -50,6 +50,7 @@ CPU_ARGUMENTS = (
     *("--cuda-graph-backend-prefill", "disabled"),
     *("--grammar-backend", "xgrammar"),
     *("--mem-fraction-static", "0.3"),
+    "--disable-hybrid-swa-memory",  # torch_native looks up all layers' keys where those without a window lie
     "--disable-overlap-schedule",
     "--sleep-on-idle",  # otherwise the idle loop uses most of a core
 )

@@ -165,8 +165,66 @@ def with_latent_prompts(module: Any) -> None:
     registry.register("torch_native", lambda *_: absorbed)
 
 
+def with_sinks(module: Any) -> None:
+    """Let torch's attention take gpt-oss's sinks, which a layer passes beside queries, keys and values."""
+    backend, plain, of_layer = module.TorchNativeAttnBackend, module.scaled_dot_product_attention, list[Any]()
+    attend_with_sinks = importlib.import_module("sgl_kernel.sinks").attend_with_sinks
+
+    def attend(*arguments: Any, **named: Any) -> Any:
+        return attend_with_sinks(*arguments, sinks=of_layer[0], **named) if of_layer else plain(*arguments, **named)
+
+    def taking_sinks(forward: Any) -> Any:
+        def forward_with_sinks(*arguments: Any, sinks: Any = None, **named: Any) -> Any:
+            of_layer[:] = [] if sinks is None else [sinks]
+            try:
+                return forward(*arguments, **named)
+            finally:
+                of_layer.clear()
+
+        return forward_with_sinks
+
+    module.scaled_dot_product_attention = attend
+    backend.forward_extend, backend.forward_decode = map(taking_sinks, (backend.forward_extend, backend.forward_decode))
+
+
+def with_windows(module: Any) -> None:
+    """Give Mistral's layers their sliding windows, which SGLang leaves out, and add Ministral, which it lacks."""
+    plain = module.MistralForCausalLM
+
+    class MistralForCausalLM(plain):  # type: ignore[misc]
+        """Windows are in all layers, or in those that layer_types names."""
+
+        def __init__(self, config: Any, *arguments: Any, **named: Any) -> None:
+            super().__init__(config, *arguments, **named)
+            kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+            for layer, kind in zip(self.model.layers, kinds, strict=True):
+                if config.sliding_window and kind == "sliding_attention":
+                    layer.self_attn.attn.sliding_window_size = config.sliding_window - 1  # without the token itself
+
+    class MinistralForCausalLM(MistralForCausalLM):
+        """The same."""
+
+    module.EntryClass = [
+        MistralForCausalLM,
+        MinistralForCausalLM,
+        *(model for model in module.EntryClass if model is not plain),
+    ]
+
+
+def with_torch_backend(module: Any) -> None:
+    """Let families whose attention needs sinks choose torch's attention, which has them (with_sinks): SGLang's list has
+    Intel's alone for CPUs."""
+    chosen = module.attention_backends_of
+    module.attention_backends_of = lambda settings: tuple(
+        "intel_amx" if backend == "torch_native" else backend for backend in chosen(settings)
+    )
+
+
 MENDED: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.mem_cache.pool_host.common": with_plain_buffer,
+    "sglang.srt.arg_groups.model_hook": with_torch_backend,
+    "sglang.srt.layers.attention.torch_native_backend": with_sinks,
+    "sglang.srt.models.mistral": with_windows,
     "sglang.srt.models.deepseek_common.attention_backend_handler": with_latent_prompts,
     "sglang.kernels.ops.attention.fla.layernorm_gated": with_torch_norm,
     "sglang.srt.lora.layers": without_pinning,

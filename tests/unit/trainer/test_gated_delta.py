@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from tests.each import each
-from turnlog.infra.embedded import engine_shim
+from tests.engine_operators import engine_operators
 from turnlog.trainer import mcore
 from turnlog.trainer.families.shape import TINY
 from turnlog.trainer.launch import process_group
@@ -222,20 +220,9 @@ def test_a_processor_has_no_kernels() -> None:
     assert gated_delta.delta_kernels("cpu") is None
 
 
-def operators() -> Any:
-    """Return the operators that an engine on a CPU computes with."""
-    path = Path(next(iter(engine_shim.__path__))) / "sgl_kernel" / "mamba.py"
-    spec = importlib.util.spec_from_file_location("mamba_operators", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_an_engine_that_continues_rows_from_its_pools_computes_what_the_trainer_does() -> None:
     """Rows of 5 and 9 tokens, then two more of each, one at a time; a third row is padding."""
-    engine, random = operators(), torch.Generator().manual_seed(1)
+    engine, random = engine_operators("mamba"), torch.Generator().manual_seed(1)
     length, (heads, shared, size, channels) = 11, (2, 2, 4, 6)
 
     def rows(*sizes: int) -> torch.Tensor:
