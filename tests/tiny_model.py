@@ -47,18 +47,6 @@ def make_tiny_moe(folder: Path, *, seed: int = 0) -> Path:
     return write_model(folder, tokenizer, Qwen3MoeForCausalLM, config, seed)
 
 
-def make_tiny_hybrid(folder: Path, *, seed: int = 0) -> Path:
-    """Write the same as a Qwen3.5: three layers with gated delta nets, then one with gated attention."""
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
-    tokenizer = tiny_tokenizer()
-    config = Qwen3_5TextConfig(
-        **_shape(tokenizer) | {"num_hidden_layers": 4, "head_dim": 32},
-        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
-    )  # fmt: skip
-    return write_model(folder, tokenizer, Qwen3_5ForCausalLM, config, seed)
-
-
 def _shape(tokenizer: Any) -> dict[str, Any]:
     return {
         "vocab_size": VOCABULARY,

@@ -1,0 +1,57 @@
+"""A real SGLang on CPU that serves each model family, against transformers with the same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.reference import windows
+from tests.reference.layouts import LATENT, SIGMOID
+from tests.reference.served import check_logprobs, publish, sample, samples, weights_of, write_model
+from turnlog.infra.embedded.servers import EngineServer
+from turnlog.infra.engine import SGLang
+from turnlog.infra.tensors.transports import SharedMemory
+from turnlog.settings import EngineSettings
+from turnlog.trainer.families.shape import TINY, TINY_HYBRID, TINY_HYBRID_MIXTURE, ModelShape, Rope
+
+pytestmark = pytest.mark.long  # the suite has the models against transformers (test_models.py and its neighbours)
+PROMPTS = [list(range(20, 20 + length)) for length in (3, 1, 90)]
+SHAPES = [
+    TINY,
+    dataclasses.replace(TINY, kind="llama", qk_norm=False),
+    SIGMOID,
+    LATENT,
+    dataclasses.replace(LATENT, kind="glm4_moe_lite", rope=Rope(theta=10000.0)),
+    TINY_HYBRID,
+    TINY_HYBRID_MIXTURE,
+    windows.MISTRAL,
+    dataclasses.replace(windows.MISTRAL, kind="ministral", layer_types=("full_attention", "sliding_attention")),
+    windows.GEMMA3,
+    windows.GPT_OSS,
+]
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(1200)  # an engine starts in 20 s, and in many minutes where others are at work
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.kind)
+async def test_log_probs_are_those_of_transformers_also_with_the_next_weights(
+    tmp_path: Path, shape: ModelShape
+) -> None:
+    state = weights_of(shape, 1)
+    model = write_model(tmp_path / "model", shape, state)
+    routed = ("--enable-return-routed-experts",) if shape.mixture else ()
+    settings = EngineSettings(extra_args=("--weight-version", "0", *routed), start_timeout_s=900.0)
+    with EngineServer(model, settings, log=tmp_path / "engine.log") as server:
+        engine = SGLang(server.url)
+        check_logprobs(shape, state, await samples(engine, PROMPTS), within=1e-4)
+        if shape.mixture:
+            one = await sample(engine, [7, *PROMPTS[2]], experts=True)
+            assert one.experts is not None
+            check_logprobs(shape, state, [one], within=1e-4)
+        for number, transport in ((1, None), (2, SharedMemory())):
+            state = weights_of(shape, 1 + number)
+            await publish(server.url, model, state, number, transport)
+            check_logprobs(shape, state, await samples(engine, PROMPTS), within=1e-4)
+        await engine.close()
