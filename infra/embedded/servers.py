@@ -60,6 +60,8 @@ CPU_ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "TORCHDYNAMO_DISABLE": "1",  # routers and vision models would compile C++ for a minute at their first request
 }
+FLOAT32 = ("float32", "float")
+"""Names of one type for --dtype."""
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 BEGINNING = 'rm -f "$0" && exec "$@"'
 """Shell command that removes the file in which the engine's ranks meet, and starts the engine: the file must be new at
@@ -125,6 +127,8 @@ class EngineServer(ManagedServer):
             )
         on_cpu = self._settings.device == "cpu"
         environment = ENVIRONMENT | (CPU_ENVIRONMENT | {"PYTHONPATH": str(SHIM)} if on_cpu else {})
+        if self._settings.dtype in FLOAT32:
+            environment["SGLANG_MAMBA_CONV_DTYPE"] = "float32"  # else the state of a convolution is in bfloat16
         argv = self._argv(on_cpu)
         if not any(argument.startswith(OVER_SEVERAL_HOSTS) for argument in self._settings.extra_args):
             meeting = self._log.resolve().with_suffix(".rendezvous")

@@ -137,6 +137,11 @@ def with_torch_norm(module: Any) -> None:
     module.layernorm_fn = importlib.import_module(OPERATORS).layernorm_fn
 
 
+def with_torch_gate(module: Any) -> None:
+    """Let the gate of Qwen3.5's shared expert compute with torch: the module would run Triton."""
+    module.fused_gate_sigmoid_mul_add = importlib.import_module(OPERATORS).fused_gate_sigmoid_mul_add
+
+
 class Unpinned:
     """torch without pinned memory."""
 
@@ -225,6 +230,7 @@ MENDED: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.arg_groups.model_hook": with_torch_backend,
     "sglang.srt.layers.attention.torch_native_backend": with_sinks,
     "sglang.srt.models.mistral": with_windows,
+    "sglang.srt.models.qwen2_moe": with_torch_gate,
     "sglang.srt.models.deepseek_common.attention_backend_handler": with_latent_prompts,
     "sglang.kernels.ops.attention.fla.layernorm_gated": with_torch_norm,
     "sglang.srt.lora.layers": without_pinning,

@@ -18,6 +18,13 @@ def fused_sigmoid_mul_cpu(x: torch.Tensor, gate: torch.Tensor) -> None:
     x.mul_(gate.reshape(x.shape).sigmoid())
 
 
+def fused_gate_sigmoid_mul_add(
+    hidden: torch.Tensor, weight: torch.Tensor, shared: torch.Tensor, found: torch.Tensor
+) -> None:
+    """Add the shared expert's output [t, d], times the sigmoid of its gate, to `found` in place."""
+    found.addcmul_(shared, (hidden @ weight).sigmoid()[:, None].to(shared.dtype))
+
+
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float, size: int) -> torch.Tensor:
     heads = x.reshape(-1, size).float()
     return functional.rms_norm(heads, (size,), 1.0 + weight.float(), eps).to(x.dtype)
@@ -41,7 +48,7 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split [t, h 2 d] into queries and their gates, and normalise each head of q and k: three tensors [t h, d]."""
     q, gate = q_gate.reshape(-1, heads, 2, size).unbind(2)
-    return _norm(q, q_weight, eps, size), _norm(k, k_weight, eps, size), gate.reshape(-1, size)
+    return _norm(q, q_weight, eps, size), _norm(k, k_weight, eps, size), gate.reshape(-1, size).contiguous()
 
 
 def fused_qkvzba_split_reshape_cat_contiguous_cpu(
