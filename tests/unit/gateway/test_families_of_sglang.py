@@ -9,26 +9,27 @@ import pytest
 
 from tests.reference import windows
 from tests.reference.layouts import LATENT, SIGMOID
-from tests.reference.served import check_logprobs, publish, sample, samples, weights_of, write_model
+from tests.reference.served import check_logprobs, connected, publish, sample, samples, weights_of, write_model
 from turnlog.infra.embedded.servers import EngineServer
-from turnlog.infra.engine import SGLang
 from turnlog.infra.tensors.transports import SharedMemory
 from turnlog.settings import EngineSettings
-from turnlog.trainer.families.shape import TINY, TINY_HYBRID, TINY_HYBRID_MIXTURE, ModelShape, Rope
+from turnlog.trainer.families.shape import TINY, TINY_HYBRID, TINY_HYBRID_MIXTURE, LinearScaling, ModelShape, Rope
 
 pytestmark = pytest.mark.long  # the suite has the models against transformers (test_models.py and its neighbours)
 PROMPTS = [list(range(20, 20 + length)) for length in (3, 1, 90)]
 SHAPES = [
     TINY,
+    dataclasses.replace(TINY, kind="qwen2", qk_norm=False, qkv_bias=True),
     dataclasses.replace(TINY, kind="llama", qk_norm=False),
     SIGMOID,
     LATENT,
+    dataclasses.replace(LATENT, kind="kimi_k2"),
     dataclasses.replace(LATENT, kind="glm4_moe_lite", rope=Rope(theta=10000.0)),
     TINY_HYBRID,
     TINY_HYBRID_MIXTURE,
     windows.MISTRAL,
     dataclasses.replace(windows.MISTRAL, kind="ministral", layer_types=("full_attention", "sliding_attention")),
-    windows.GEMMA3,
+    dataclasses.replace(windows.GEMMA3, rope=Rope(theta=10000.0, scaling=LinearScaling(factor=8.0))),
     windows.GPT_OSS,
 ]
 
@@ -44,14 +45,13 @@ async def test_log_probs_are_those_of_transformers_also_with_the_next_weights(
     routed = ("--enable-return-routed-experts",) if shape.mixture else ()
     settings = EngineSettings(extra_args=("--weight-version", "0", *routed), start_timeout_s=900.0)
     with EngineServer(model, settings, log=tmp_path / "engine.log") as server:
-        engine = SGLang(server.url)
-        check_logprobs(shape, state, await samples(engine, PROMPTS), within=1e-4)
-        if shape.mixture:
-            one = await sample(engine, [7, *PROMPTS[2]], experts=True)
-            assert one.experts is not None
-            check_logprobs(shape, state, [one], within=1e-4)
-        for number, transport in ((1, None), (2, SharedMemory())):
-            state = weights_of(shape, 1 + number)
-            await publish(server.url, model, state, number, transport)
+        async with connected(server.url) as engine:
             check_logprobs(shape, state, await samples(engine, PROMPTS), within=1e-4)
-        await engine.close()
+            if shape.mixture:
+                one = await sample(engine, [7, *PROMPTS[2]], experts=True)
+                assert one.experts is not None
+                check_logprobs(shape, state, [one], within=1e-4)
+            for number, transport in ((1, None), (2, SharedMemory())):
+                state = weights_of(shape, 1 + number)
+                await publish(server.url, model, state, number, transport)
+                check_logprobs(shape, state, await samples(engine, PROMPTS), within=1e-4)

@@ -45,3 +45,19 @@ def test_sinks_take_their_part_of_the_softmax_and_give_nothing(window: int | Non
         query, key, value, sinks=sinks, scale=0.3, enable_gqa=True, **mask
     )
     torch.testing.assert_close(found, weights @ value.repeat_interleave(2, 1))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_queries_and_gates_of_rows_are_taken_apart_and_a_shared_experts_gate_is_applied(rows: int) -> None:
+    """SGLang takes views of what it is given, also of a single row."""
+    generator, engine = torch.Generator().manual_seed(0), engine_operators("mamba")
+    mixed, weight = (torch.randn(size, generator=generator) for size in ((rows, 2 * 2 * 4 + 4), (4,)))
+    q, _, gate = engine.fused_qk_gemma_rmsnorm_with_gate_cpu(mixed[:, :16], mixed[:, 16:], weight, weight, 1e-6, 4, 2)
+    heads = mixed[:, :16].view(rows, 2, 2, 4)
+    wanted = torch.nn.functional.rms_norm(heads[:, :, 0], (4,), 1 + weight, 1e-6)
+    torch.testing.assert_close(q.view(rows, -1), wanted.reshape(rows, -1))
+    torch.testing.assert_close(gate.view(rows, -1), heads[:, :, 1].reshape(rows, -1))
+    hidden, shared, routed = (torch.randn(rows, 4, generator=generator) for _ in range(3))
+    wanted = routed + (hidden @ weight).sigmoid()[:, None] * shared
+    engine.fused_gate_sigmoid_mul_add(hidden, weight, shared, routed)
+    torch.testing.assert_close(routed, wanted)
