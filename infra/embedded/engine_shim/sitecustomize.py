@@ -194,7 +194,7 @@ def with_sinks(module: Any) -> None:
 
 def with_windows(module: Any) -> None:
     """Give Mistral's layers their sliding windows, which SGLang leaves out, and add Ministral, which it lacks."""
-    plain = module.MistralForCausalLM
+    plain: Any = module.MistralForCausalLM
 
     class MistralForCausalLM(plain):  # type: ignore[misc]
         """Windows are in all layers, or in those that layer_types names."""
