@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.each import each
 from tests.reference.small_models import SMALL
 from turnlog.trainer.families.family import family
@@ -18,11 +20,15 @@ def families_with(feature: str) -> list[str]:
     return [
         kind
         for kind, shape in SMALL.items()
-        if SETTINGS.get(feature) not in family(kind).without and (feature != "router replay" or shape.mixture)
+        if SETTINGS.get(feature) not in family(kind).without
+        and (feature != "router replay" or shape.mixture)
+        and (feature != "served on CPU" or not (shape.vision or family(kind).blind))
     ]
 
 
-def each_family(feature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that runs a test with the small model `shape` of every family that has the feature."""
+def each_family(feature: str, *, apart: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that runs a test with the small model `shape` of every family that has the feature. `apart`:
+    each family is a test of its own, with fixtures and a time limit of its own."""
     kinds = families_with(feature)
-    return each("shape", [SMALL[kind] for kind in kinds], ids=kinds)
+    shapes = [SMALL[kind] for kind in kinds]
+    return pytest.mark.parametrize("shape", shapes, ids=kinds) if apart else each("shape", shapes, ids=kinds)

@@ -15,8 +15,7 @@ import torch
 
 from tests.fakes.batches import synthetic_rows
 from tests.fakes.weights import version
-from tests.reference import windows
-from tests.reference.parity import loaded_model
+from tests.reference.parity import loaded_model, nontrivial_weights
 from tests.reference.plain import PlainLearner
 from tests.tiny_model import tiny_tokenizer
 from turnlog.infra.blobs import MemoryBlobs
@@ -49,7 +48,7 @@ def weights_of(shape: ModelShape, seed: int) -> Tensors:
     SGLang holds them."""
     return {
         name: (4.0 * tensor if tensor.dim() > 1 else tensor).bfloat16().float()
-        for name, tensor in windows.weights_of(shape, seed).items()
+        for name, tensor in nontrivial_weights(shape, seed).items()
     }
 
 
@@ -89,8 +88,7 @@ async def samples(engine: SGLang, prompts: Sequence[Sequence[int]]) -> list[Samp
 def check_logprobs(shape: ModelShape, state: Tensors, found: Sequence[Sample], *, within: float) -> None:
     """Check that the log-probs of samples are those of transformers with these weights, on recorded experts where a
     sample has some."""
-    known = dataclasses.replace(shape, kind="deepseek_v3") if shape.kind == "kimi_k2" else shape  # the same class
-    plain = PlainLearner(known, state, LearnerOptions())
+    plain = PlainLearner(shape, state, LearnerOptions())
     for one in found:
         with torch.no_grad():
             wanted = plain.logprobs(_row(shape, one), 0)[-len(one.logprobs) :]

@@ -13,6 +13,7 @@ from turnlog.trainer.families.shape import (
     TINY_MIXTURE,
     TINY_VISION,
     LatentAttention,
+    LinearScaling,
     Mixture,
     ModelShape,
     QueryGrowth,
@@ -40,6 +41,7 @@ MINISTRAL3 = replace(
 )
 GEMMA3 = replace(
     _decoder("gemma3_text"),
+    rope=Rope(theta=10000.0, scaling=LinearScaling(factor=8.0)),
     tied=True,
     layer_types=("sliding_attention", "full_attention"),
     sliding=replace(WINDOW, rope=Rope(theta=1000.0)),

@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 
-from tests.reference import windows
-from tests.reference.layouts import LATENT, SIGMOID
+from tests.proofs import each_family
 from tests.reference.served import check_logprobs, connected, publish, sample, samples, weights_of, write_model
 from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.tensors.transports import SharedMemory
 from turnlog.settings import EngineSettings
-from turnlog.trainer.families.shape import TINY, TINY_HYBRID, TINY_HYBRID_MIXTURE, LinearScaling, ModelShape, Rope
+from turnlog.trainer.families.shape import ModelShape
 
 pytestmark = pytest.mark.long  # the suite has the models against transformers (test_models.py and its neighbours)
 PROMPTS = [list(range(20, 20 + length)) for length in (3, 1, 90)]
-SHAPES = [
-    TINY,
-    dataclasses.replace(TINY, kind="qwen2", qk_norm=False, qkv_bias=True),
-    dataclasses.replace(TINY, kind="llama", qk_norm=False),
-    SIGMOID,
-    LATENT,
-    dataclasses.replace(LATENT, kind="kimi_k2"),
-    dataclasses.replace(LATENT, kind="glm4_moe_lite", rope=Rope(theta=10000.0)),
-    TINY_HYBRID,
-    TINY_HYBRID_MIXTURE,
-    windows.MISTRAL,
-    dataclasses.replace(windows.MISTRAL, kind="ministral", layer_types=("full_attention", "sliding_attention")),
-    dataclasses.replace(windows.GEMMA3, rope=Rope(theta=10000.0, scaling=LinearScaling(factor=8.0))),
-    windows.GPT_OSS,
-]
 
 
 @pytest.mark.engine
 @pytest.mark.timeout(1200)  # an engine starts in 20 s, and in many minutes where others are at work
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.kind)
+@each_family("served on CPU", apart=True)
 async def test_log_probs_are_those_of_transformers_also_with_the_next_weights(
     tmp_path: Path, shape: ModelShape
 ) -> None:

@@ -158,7 +158,7 @@ def row_of(prompt: list[int], output: list[int], said: list[float], picture: Any
     return attach_pictures(row, [[picture]])
 
 
-@pytest.mark.proves("served on CPU", "qwen2_5_vl")
+@pytest.mark.proves("served on CPU", "qwen2_5_vl", "qwen3_vl")
 @pytest.mark.engine
 async def test_the_trainer_sees_what_the_engine_saw_and_its_next_weights_are_served(
     vision_url: str, model_folder: Path, tmp_path: Path

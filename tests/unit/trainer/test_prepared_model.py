@@ -12,8 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
 from tests.each import each
-from tests.reference.layouts import LATENT
-from tests.reference.windows import GPT_OSS
+from tests.reference.small_models import GPT_OSS, LATENT
 from turnlog.infra.embedded import ModelMissing
 from turnlog.settings import ModelSettings, Settings
 from turnlog.trainer import ModelDamaged, UnsupportedModel

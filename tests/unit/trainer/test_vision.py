@@ -107,7 +107,7 @@ def wanted(folder: Path, rows: PicturedRows, images: list[Any]) -> np.ndarray[An
     return found * rows.trained
 
 
-@pytest.mark.proves("images", "qwen2_5_vl")
+@pytest.mark.proves("images", "qwen2_5_vl", "qwen3_vl")
 @pytest.mark.parametrize("packing", ["off", "on"])
 def test_log_probs_of_rows_with_images_are_those_of_transformers(
     folder: Path, rows: PicturedRows, images: list[Any], packing: str
