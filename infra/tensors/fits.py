@@ -56,19 +56,19 @@ def check_fits(event: WeightVersionPublished, expected: Shapes) -> None:
                 "engine that loaded it takes no other weights: let [model] path be a folder in bfloat16, and start "
                 "the engines with it (docs/models.md)"
             )
-        expected = dict(_unstack_experts(expected, found))
+        expected, found = dict(_unstack_experts(expected, found)), dict(_unstack_experts(found, expected))
     check_names(event, found.keys(), expected.keys())
     for name, shape in found.items():
         if shape != expected[name]:
             raise ShapeMismatch(f"version {event.version}: {name} is {shape}, but the model has {expected[name]}")
 
 
-def _unstack_experts(expected: Shapes, found: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield one tensor per expert and matrix for each that holds all of a layer and that the version does not have:
-    files of the Hugging Face Hub have the former, versions the latter, and engines load both."""
-    for name, shape in expected.items():
+def _unstack_experts(shapes: Shapes, others: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the shapes, with one tensor per expert and matrix for each that holds all of a layer and that the others do
+    not have: files of the Hugging Face Hub and those of transformers differ in that, and engines load both."""
+    for name, shape in shapes.items():
         place = STACKED.fullmatch(name)
-        if place is None or name in found:
+        if place is None or name in others or len(shape) != 3:
             yield name, shape
             continue
         experts, rows, columns = shape

@@ -119,9 +119,17 @@ async def test_a_version_fits_a_folder_of_the_hub_that_has_its_tensors_in_anothe
     parts = {"gate_proj": torch.ones(3, 4), "up_proj": torch.ones(3, 4), "down_proj": torch.ones(4, 3)}
     exported = {f"{experts}{at}.{part}.weight": matrix for at in (0, 1) for part, matrix in parts.items()} | embedding
     check_fits(await version(exported, 3, blobs, model), model_shapes(model))
+    whole = dict(exported)
     del exported[f"{experts}1.up_proj.weight"]
     with pytest.raises(TensorsMismatch, match=r"1 tensors .*experts\.1\.up_proj"):
         check_fits(await version(exported, 4, blobs, model), model_shapes(model))
+    (model / "model.safetensors").write_bytes(
+        save({name: one.clone() for name, one in exported.items()})
+    )  # as transformers writes it, but for one matrix
+    with pytest.raises(TensorsMismatch, match=r"1 tensors .*experts\.1\.up_proj"):
+        check_fits(await version(embedding | stacked, 5, blobs, model), model_shapes(model))
+    (model / "model.safetensors").write_bytes(save({name: one.clone() for name, one in whole.items()}))
+    check_fits(await version(embedding | stacked, 6, blobs, model), model_shapes(model))
 
 
 async def test_a_version_for_engines_that_loaded_quantized_weights_is_refused_with_the_remedy(
