@@ -90,7 +90,8 @@ class ControlChannel:
             raise SandboxDied("the sandbox was closed")
         text = json.dumps(head).encode()
         try:
-            self._writer.writelines([HEADER.pack(len(text), sum(map(len, body))), text, *body])
+            # asyncio of Python 3.12 and 3.13 never ends to send an empty part: it would spin, and no close would end.
+            self._writer.writelines([HEADER.pack(len(text), sum(map(len, body))), text, *filter(None, body)])
             await self._writer.drain()
         except OSError as error:
             raise SandboxDied(f"the sandbox closed its socket: {error}") from error

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+import socket
+import struct
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -22,7 +25,7 @@ from turnlog.sandbox_workers.backends.connection import (
     KernelLimits,
     start_sandbox,
 )
-from turnlog.sandbox_workers.backends.init_wire import call
+from turnlog.sandbox_workers.backends.init_wire import ControlChannel, call
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.protocol import (
     Command,
@@ -345,3 +348,18 @@ def test_a_shell_command_with_half_of_a_surrogate_pair_is_refused_and_never_expa
         call(Command(kind=Kind.shell, source="rm \ud800"), LIMITS, alive=False, prompt=False)
     _, source, _ = call(Command(kind=Kind.shell, source="echo ü字"), LIMITS, alive=False, prompt=False)
     assert source.decode() == "echo ü字"
+
+
+async def test_a_frame_whose_body_is_empty_leaves_nothing_to_send() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        channel, greeting = ControlChannel(ours), json.dumps({"ready": True, "pid": 1}).encode()
+        theirs.sendall(struct.pack(">II", len(greeting), 0) + greeting)
+        await channel.receive_greeting()
+        await channel.send({"op": "exec"}, b"", b"")
+        async with asyncio.timeout(20):
+            await channel.close()
+        size, body = struct.unpack(">II", theirs.recv(8))
+        assert (json.loads(theirs.recv(100)), body) == ({"op": "exec"}, 0)
+        assert size > 0
+        assert theirs.recv(1) == b""
