@@ -220,7 +220,7 @@ async def test_a_background_process_ends_with_its_call(sandbox: Sandbox, limits:
 @pytest.mark.parametrize(
     ("source", "changes", "reason"),
     [
-        ("while True: pass", {"cpu_s": 0.5}, "cpu_s"),
+        ("while True: pass", {"cpu_s": 0.5, "wall_s": 60.0}, "cpu_s"),
         ("x = []\nwhile len(x) < 500: x.append(bytearray(1 << 20))", {}, "memory_bytes"),
         ("open('full', 'wb').write(bytes(20 << 20))", {}, "disk_bytes"),
         ("print('x' * 100_000)", {}, "output_bytes"),
