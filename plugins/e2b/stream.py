@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 PART_BYTES = 65536
 LINE_BYTES = 2 * PART_BYTES
 """Maximum length of a line from the relay."""
+AGAIN_S = 0.2
+"""Seconds after which a task that goes on is cancelled again."""
 WORDS_BYTES = 65536
 """Maximum bytes of its standard error that are retained."""
 
@@ -113,7 +115,13 @@ class E2bStream:
     async def close(self) -> None:
         """End both directions."""
         self.kill()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        tasks = running = set(self._tasks)
+        while running:
+            # The SDK's HTTP client swallows a cancellation that arrives together with an answer.
+            _, running = await asyncio.wait(running, timeout=AGAIN_S)
+            for task in running:
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self.tunnels is not None:
             await self.tunnels.close()
         if self._handle is not None:

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.unit.sandbox.test_e2b_backend import READY, Lies
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.plugins.e2b import E2b
 from turnlog.plugins.e2b.relay import CLOSE, CREDIT, DATA, EPOCH, FRAME, NUMBER, OPEN, WINDOW
+from turnlog.plugins.e2b.stream import E2bStream
 from turnlog.plugins.e2b.tunnels import Outbox, Tunnels
 from turnlog.sandbox_settings import EgressSettings, SandboxSettings
 from turnlog.sandbox_workers.egress import Egress, GatewayRelay
@@ -244,3 +246,37 @@ async def test_a_machine_that_lies_about_connections_is_given_up(lies: Lies) -> 
             await provider.start(0, SHAPE)
         await provider.close()
         assert (server.created, server.machines) == (1, {})
+
+
+async def test_a_stream_ends_though_a_request_to_the_service_swallows_its_cancellation() -> None:
+    class Service:
+        """Takes the program, and goes on with what comes next when it is cancelled for the first time."""
+
+        pid = 1
+        sent = 0
+        asked, left = asyncio.Event(), asyncio.Event()
+
+        async def send_stdin(self, _: bytes) -> None:
+            self.sent += 1
+            if self.sent == 2:
+                self.asked.set()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self.left.wait()
+
+        async def wait(self) -> None:
+            await self.left.wait()
+
+        async def disconnect(self) -> None:
+            pass
+
+    service, stream = Service(), E2bStream("allowlist", b"a certificate")
+
+    async def run(*_: Any, **__: Any) -> Service:
+        return service
+
+    machine: Any = SimpleNamespace(commands=SimpleNamespace(run=run))
+    await stream.open(machine)
+    await service.asked.wait()
+    async with asyncio.timeout(20):
+        await stream.close()
+    stream.control.close()
