@@ -115,9 +115,11 @@ class ToolResults:
         found = self.answer(rollout_id, call_id)
         if found is not None:
             return found
-        waiting = self._waiting[call_id] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[ToolCallCompleted] = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = waiting
         try:
-            return await asyncio.wait_for(waiting, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await waiting
         finally:
             del self._waiting[call_id]
 

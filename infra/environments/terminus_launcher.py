@@ -36,7 +36,8 @@ class LocalEnvironment:
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         try:
-            output, errors = await asyncio.wait_for(process.communicate(), timeout_sec)
+            async with asyncio.timeout(timeout_sec):
+                output, errors = await process.communicate()
         except TimeoutError:
             process.kill()
             raise

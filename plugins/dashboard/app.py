@@ -437,7 +437,8 @@ class Pages:
                 first, last = last == -1, found.written_ms
                 yield f"event: {'here' if first else 'moved'}\ndata: {orjson.dumps(drawing.clock(last)).decode()}\n\n"
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), self._every_s)
+                async with asyncio.timeout(self._every_s):
+                    await self._stopping.wait()
 
     def _as_of(self) -> AsOf:
         with self._open_index() as index:
