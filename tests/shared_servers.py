@@ -27,6 +27,8 @@ from turnlog.infra.embedded.servers import ObjectStore
 from turnlog.settings import StoreSettings
 
 Server = TypeVar("Server")
+PATIENT = "broker.session.timeout.ms=60000\n"
+"""Otherwise other tests could keep the machine so busy that the broker is fenced. No test kills this one."""
 
 
 class SharedServers(Protocol):
@@ -155,7 +157,7 @@ def _answers(url: str) -> bool:
 
 
 def _start_kafka(servers: OwnServers) -> dict[str, str]:
-    return {"bootstrap": servers.run(Broker(servers.folder / "kafka", heap_mb=512)).bootstrap}
+    return {"bootstrap": servers.run(Broker(servers.folder / "kafka", heap_mb=512, properties=PATIENT)).bootstrap}
 
 
 def _start_store(servers: OwnServers) -> dict[str, str]:

@@ -295,12 +295,12 @@ replica.fetch.max.bytes={max_message_bytes}
 num.network.threads=2
 num.io.threads=4
 log.cleaner.dedupe.buffer.size=16777216
-# So long after a kill others lead its partitions, and its restart waits (9 s by default). A machine that stands still
-# for longer fences its broker: transactions that end just then on an only one lose their markers (infra.log.own_ends).
-broker.session.timeout.ms=4000
 broker.heartbeat.interval.ms=1000
 """
 ALONE = """\
+# A broker whose heartbeats a busy machine delays for longer is fenced: it answers that the cluster has no brokers, and
+# transactions that end just then lose their markers (infra.log.own_ends). A restart after a kill waits as long.
+broker.session.timeout.ms=10000
 controller.quorum.election.timeout.ms=200
 # No record twice a second that shows other brokers that the controller is there.
 metadata.max.idle.interval.ms=0
@@ -318,6 +318,8 @@ LOGIN = (
     'username="{user}" password="{password}" user_{user}="{password}";'
 )
 AMONG_OTHERS = """\
+# So long after a kill others lead its partitions, and its restart waits (9 s by default).
+broker.session.timeout.ms=4000
 # What the controllers know of the cluster outlives the loss of a broker's records.
 metadata.log.dir={metadata}
 min.insync.replicas={in_sync}
