@@ -63,7 +63,7 @@ def models_table() -> str:
             cells["LoRA"] = "merged"
         if not SMALL[kind].mixture:
             cells["router replay"] = NONE
-        if cells["images"] == NO:
+        if cells["images"] == NO and not SMALL[kind].vision:
             cells["images"] = REFUSED if family(kind).blind else NONE
         row = (cells.pop("train"), _layouts(kind), *cells.values())
         lines.append(f"| `{kind}` | {' | '.join(row)} |")
@@ -74,8 +74,8 @@ def _layouts(kind: str) -> str:
     """Return what ranks share in tested layouts, and what the family refuses."""
     words = {word[:2] for name in TESTED if model_of(name) == kind for word in name.partition(":")[0].split("-")}
     shared = [what for word, what in PARALLEL.items() if word in words]
-    refused = [f"{what} {REFUSED}" for what in PARALLEL.values() if f"{what}_parallel" in family(kind).without]
-    return ", ".join([*shared, *refused])
+    refused = [f"not {what}" for what in PARALLEL.values() if f"{what}_parallel" in family(kind).without]
+    return "; ".join(", ".join(each) for each in (shared, refused) if each)
 
 
 def parts_of_page() -> tuple[str, str, str]:

@@ -9,32 +9,33 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from turnlog.infra.tensors import adapters
-from turnlog.infra.tensors.files import SUFFIX, places
+from turnlog.infra.tensors.files import places, weight_files
 from turnlog.infra.tensors.versions import QuantizedModel, ShapeMismatch, check_names
 from turnlog.schemas.events import WeightVersionPublished
 
 CONFIG = "config.json"
 Shapes = Mapping[str, tuple[int, ...]]
 STACKED = re.compile(r"(?P<layer>.*\.mlp\.experts\.)(?P<part>gate_up|down)_proj")
-QUANTIZED = ("_blocks", "_scales", ".weight_scale_inv")
-"""Ends of the names of tensors of quantized models: MXFP4, FP8."""
+QUANTIZED_ENDINGS = ("_blocks", "_scales", ".weight_scale_inv", ".qweight")
+"""Ends of the names of tensors of quantized models: MXFP4, FP8, AWQ and GPTQ."""
 
 
 def model_shapes(folder: Path) -> Shapes:
     """Return names and shapes of the tensors that a version for engines of this model folder must have: those of its
     files, except an output layer that is the embedding, and layers that predict further tokens, which no trainer
-    exports. Only headers are read. Raises FileNotFoundError, NotSafetensors."""
-    files = sorted(folder.glob(f"*{SUFFIX}"))
-    if not files:
-        raise FileNotFoundError(f"{folder} has no {SUFFIX} file; [model] path must be the folder that engines serve")
+    exports. Only headers are read. Raises NoWeights, NotSafetensors."""
     config = json.loads((folder / CONFIG).read_bytes()) if (folder / CONFIG).exists() else {}
     layers = config.get("num_hidden_layers", 0)
     further = range(layers, layers + (config.get("num_nextn_predict_layers") or 0))
     left_out = tuple(f"model.layers.{layer}." for layer in further)
     if config.get("tie_word_embeddings"):
         left_out += ("lm_head.",)
-    specs = [place.spec for file in files for place in places(file)]
-    return {spec.name: spec.shape for spec in specs if not spec.name.startswith(left_out)}
+    specs = [(place.spec, names) for file, names in weight_files(folder).items() for place in places(file)]
+    return {
+        spec.name: spec.shape
+        for spec, names in specs
+        if not spec.name.startswith(left_out) and (names is None or spec.name in names)
+    }
 
 
 def published_shapes(event: WeightVersionPublished) -> Shapes:
@@ -50,11 +51,11 @@ def check_fits(event: WeightVersionPublished, expected: Shapes) -> None:
     if event.kind == "adapter":
         expected = adapters.expected_tensors(expected, found)
     else:
-        if quantized := next((name for name in expected if name.endswith(QUANTIZED)), None):
+        if quantized := next((name for name in expected if name.endswith(QUANTIZED_ENDINGS)), None):
             raise QuantizedModel(
-                f"version {event.version} is not quantized, but the model in [model] path is ({quantized}), and an "
-                "engine that loaded it takes no other weights: let [model] path be a folder in bfloat16, and start "
-                "the engines with it (docs/models.md)"
+                f"the engine loaded quantized weights ([model] path has {quantized}) and cannot load version "
+                f"{event.version}, which is not quantized: let [model] path be a folder in bfloat16, and start the "
+                "engines with it (docs/models.md)"
             )
         expected, found = dict(_unstack_experts(expected, found)), dict(_unstack_experts(found, expected))
     check_names(event, found.keys(), expected.keys())

@@ -195,7 +195,9 @@ def _shape(config: dict[str, Any]) -> ModelShape:
         found = given.get(key) or config.get(key)
         readable = key == QUANTIZED and isinstance(found, dict) and found.get("quant_method") in own.quantized
         if found and not readable:
-            raise UnsupportedModel(f"{key} is not supported: use the model's weights from before it was applied")
+            raise UnsupportedModel(
+                f"{key} is not supported: use weights in plain safetensors files, and their config.json"
+            )
     config = {**own.absent, **given}
     for key, values in own.supported_values.items():
         value = config.get(key, values[0])
@@ -256,10 +258,11 @@ def _decoder_keys(config: dict[str, Any], own: Family) -> dict[str, Any]:
     if text.get("tie_word_embeddings", tied) != tied:
         raise UnsupportedModel(f"tie_word_embeddings is {tied} at the top and another in {own.text}: make them equal")
     for key in ("head_dim", "rope_theta", *KEYS, *own.absent, *own.supported_values):
-        if key in config and config[key] != text.get(key, own.absent.get(key)):
+        default = own.absent.get(key, own.supported_values.get(key, (None,))[0])
+        if key in config and config[key] != (inner := text.get(key, default)):
             raise UnsupportedModel(
-                f"{key} is {config[key]!r} at the top and {text.get(key)!r} in {own.text}: transformers reads the "
-                "latter; remove the former"
+                f"{key} is {config[key]!r} at the top and {inner!r} in {own.text}: transformers reads the latter; "
+                "remove the former"
             )
     return {**config, **text, "tie_word_embeddings": tied}
 
@@ -277,11 +280,14 @@ def _nearest(config: Config) -> str:
             if key not in nested
             if (key not in known and value) or value not in one.supported_values.get(key, (value,))
         )
-        lacking = sorted(f"no {key}" for key in one.also if key not in config)
+        lacking = sorted(f"no {key}" for key in one.also if key not in text)
         defaulted = sum(key not in text for key in one.absent)
         found.append((len(other) + len(lacking), defaulted, one.model_type, other + lacking))
     *_, kind, differences = min(found)
-    return f"; the nearest is {kind}, from which it differs by {', '.join(differences) or 'model_type alone'}"
+    alone = [f"its {name} is {found}, which is supported alone" for name in sorted(nested)
+             if (found := config[name].get("model_type")) in BUILT_IN]  # fmt: skip
+    near = f"the nearest is {kind}, from which it differs by {', '.join(differences) or 'model_type alone'}"
+    return "; " + "; ".join([*alone, near])
 
 
 def _built_in() -> list[Family]:

@@ -32,17 +32,18 @@ def _read(config: Config) -> dict[str, Any]:
     if not any(config.get(key) for key in KEYS):
         config = {**config, "rope_parameters": ROPE}
     values = rope_values(config, 10_000.0)
-    if not isinstance(values.get(BETA), float):
+    beta = values.get(BETA)
+    if not isinstance(beta, int | float) or isinstance(beta, bool):
         raise UnsupportedModel(
             f"rotary positions {values} (rope_scaling, rope_parameters) are not supported: {BETA} must be a number"
         )
     original = whole_number(values, ORIGINAL)
     if config.get(ORIGINAL, ROPE[ORIGINAL]) != original:
         raise UnsupportedModel(
-            f"{ORIGINAL} is {original} among rotary positions (rope_scaling, rope_parameters), but engines read it at "
-            f"the top of config.json, where it is {config.get(ORIGINAL)}: write it there, too"
+            f"{ORIGINAL} is {original} in rope_parameters (rope_scaling), but engines read it at the top of "
+            f"config.json, and assume {ROPE[ORIGINAL]} where it is missing: add it there with the value {original}"
         )
-    growth = QueryGrowth(beta=values[BETA], original=original)
+    growth = QueryGrowth(beta=float(beta), original=original)
     return {**MISTRAL.read(config), "rope": read_rope(config, 10_000.0), "growth": growth}
 
 
@@ -80,8 +81,12 @@ MINISTRAL3 = dataclasses.replace(
         "rms_norm_eps": 1e-5,
         "sliding_window": None,
     },
+    only={**MISTRAL.only, "sliding_window": (None,)},  # SGLang's class computes no window
     read=_read,
     write=_write,
     layer_spec=_layer_spec,
-    without={"context_parallel": "its queries grow with their positions, which ranks would share: use tensor_parallel"},
+    without={
+        "context_parallel": "each query is scaled by its position in the row, of which a rank has parts: use "
+        "tensor_parallel"
+    },
 )

@@ -8,11 +8,12 @@ trainer uses the decoder alone, and an export has the other tensors as they were
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from turnlog.trainer import UnsupportedModel
 from turnlog.trainer.families.family import NO_BIAS, Config, Family, whole_number
+from turnlog.trainer.families.rope import rope_values
 from turnlog.trainer.families.shape import LinearAttention, ModelShape
 from turnlog.trainer.families.tensors import Grouped, Tensor, decoder_tensors
 
@@ -46,13 +47,35 @@ FIELDS = {
 """Field of LinearAttention -> key of config.json."""
 
 
+def _kinds(layers: int, interval: int) -> list[Any]:
+    return [KINDS[layer % interval == interval - 1] for layer in range(layers)]
+
+
+def _interval(kinds: Sequence[str]) -> int:
+    """Return the number of layers up to and including the first one with attention; one more than all without any."""
+    return kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
+
+
 def read_hybrid(config: Config) -> dict[str, Any]:
     """Read the kinds of the layers, and the shape of the gated delta nets. Raises UnsupportedModel, KeyError."""
     layers = whole_number(config, "num_hidden_layers")
     interval = whole_number(config, "full_attention_interval", 4)
-    kinds = config.get("layer_types") or [KINDS[layer % interval == interval - 1] for layer in range(layers)]
+    kinds = config.get("layer_types") or _kinds(layers, interval)
     if len(kinds) != layers or not set(kinds) <= set(KINDS):
         raise UnsupportedModel(f"layer_types {kinds} are not supported; supported: {layers} of {', '.join(KINDS)}")
+    named = config.get("full_attention_interval", _interval(kinds))
+    if list(kinds) != _kinds(layers, _interval(kinds)) or list(kinds) != _kinds(layers, named):
+        raise UnsupportedModel(
+            f"layer_types {list(kinds)}, which transformers reads, do not have full_attention in every Nth layer for "
+            f"N = full_attention_interval = {named}, which engines read: make them equal"
+        )
+    rope = rope_values(config, 10_000.0)
+    fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if rope["rope_type"] != "default" and fraction != DEFAULTS["partial_rotary_factor"]:
+        raise UnsupportedModel(
+            f"partial_rotary_factor = {fraction} is not supported beside scaled rotary positions, which transformers "
+            f"computes for this family with {DEFAULTS['partial_rotary_factor']}"
+        )
     linear = LinearAttention(**{field: whole_number(config, key) for field, key in FIELDS.items()})
     if linear.value_heads % linear.key_heads:
         raise UnsupportedModel(
@@ -70,10 +93,9 @@ def write_hybrid(shape: ModelShape, values: dict[str, Any]) -> dict[str, Any]:
     assert shape.linear is not None
     sizes = {key: getattr(shape.linear, field) for field, key in FIELDS.items()}
     types = [shape.layer_type(layer) for layer in range(shape.layers)]
-    interval = types.index("full_attention") + 1 if "full_attention" in types else shape.layers + 1
     return values | {
         "layer_types": types,
-        "full_attention_interval": interval,
+        "full_attention_interval": _interval(types),
         "attn_output_gate": True,
         **sizes,
     }
@@ -168,10 +190,10 @@ QWEN3_5_TEXT = Family(
     options=hybrid_options,
     layer_spec=hybrid_spec,
     carried=("mtp.",),
-    for_engines={"full_attention_interval": "one full_attention in so many layers (4 in published models)"},
+    for_engines={"full_attention_interval": "N where every Nth layer has full_attention (4 in published models)"},
     without={
         "context_parallel": "the state of a gated delta net passes through all of a row's tokens in turn",
-        "publish": "engines apply adapters to some matrices of a gated delta net alone: set it to merged",
+        "publish": "engines apply adapters only to some matrices of a gated delta net: set it to merged",
     },
 )
 QWEN3_5 = dataclasses.replace(

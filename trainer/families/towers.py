@@ -5,6 +5,7 @@ A tower extracts features of patches; a merger makes those of a square of patche
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from turnlog.trainer.families.tensors import VISION, Sizes, Tensor
 
 IMAGE_TOKEN = 151655
 """image_token_id where config.json lacks it."""
-WITHOUT = {"context_parallel": "its tokens do not have linear positions: use tensor_parallel and sequence_parallel"}
+WITHOUT = {"context_parallel": "tokens of images have positions in three dimensions: use tensor_parallel"}
 """Settings that no model with a vision tower supports."""
 FIELDS = {
     "layers": "depth",
@@ -43,18 +44,28 @@ class TowerConfig:
     theta: float
     """Default of rope_theta."""
     rope: Config
-    """Further keys of rotary positions, with the only values that are supported; of `type` also "default"."""
+    """Further keys of rotary positions, with the only values that are supported; `type` may also be "default"."""
 
     def read(self, config: Config) -> dict[str, Any]:
         """Return the fields `vision` and `rope` of ModelShape. Raises UnsupportedModel, KeyError."""
-        tower = {**self.defaults, **config["vision_config"]}
+        tower = {**self.defaults, **_object(config, "vision_config")}
         rope = rope_values(config, self.theta)
         known = rope["rope_type"] in ("default", self.rope.get("type"))
         wanted = {key: value for key, value in self.rope.items() if key != "type"}
-        if not known or "mrope_section" not in rope or any(rope.get(key) != value for key, value in wanted.items()):
-            needed = ", ".join(["mrope_section", *(f"{key} = {value}" for key, value in wanted.items())])
+        hidden, heads = whole_number(config, "hidden_size"), whole_number(config, "num_attention_heads")
+        pairs = whole_number(config, "head_dim", hidden // heads) // 2
+        sections: Any = rope.get("mrope_section")
+        counted = isinstance(sections, list) and len(sections) == 3 and all(isinstance(one, int) for one in sections)
+        if (
+            not known
+            or not counted
+            or sum(sections) != pairs
+            or any(rope.get(key) != value for key, value in wanted.items())
+        ):
+            needed = "".join(f", {key} = {json.dumps(value)}" for key, value in wanted.items())
             raise UnsupportedModel(
-                f"rotary positions {dict(rope)} (rope_scaling, rope_parameters) are not supported; supported: {needed}"
+                f"rotary positions {dict(rope)} (rope_scaling, rope_parameters) are not supported; they must have "
+                f"rope_type default{needed}, and as mrope_section three numbers that sum to half of head_dim ({pairs})"
             )
         act = self.defaults["hidden_act"]
         if tower["hidden_act"] != act or tower["out_hidden_size"] != config["hidden_size"]:
@@ -62,11 +73,11 @@ class TowerConfig:
                 f"vision_config must have hidden_act {act!r} and the decoder's hidden_size as its out_hidden_size"
             )
         fields: dict[str, Any] = {
-            field: tuple(tower[key]) if isinstance(self.defaults[key], tuple) else whole_number(tower, key)
+            field: _numbers(tower, key) if isinstance(self.defaults[key], tuple) else whole_number(tower, key)
             for field, key in {**FIELDS, **self.fields}.items()
         }
-        token, sections = config.get("image_token_id", IMAGE_TOKEN), tuple(rope["mrope_section"])
-        vision = VisionShape(**fields, token=token, sections=sections, interleaved="mrope_interleaved" in wanted)
+        token, interleaved = config.get("image_token_id", IMAGE_TOKEN), "mrope_interleaved" in wanted
+        vision = VisionShape(**fields, token=token, sections=tuple(sections), interleaved=interleaved)
         return {"vision": vision, "rope": Rope(theta=float(rope["rope_theta"]))}
 
     def write(self, shape: ModelShape, text: dict[str, Any]) -> dict[str, Any]:
@@ -87,6 +98,20 @@ class TowerConfig:
         """Return a tower of transformers' class `network` with meaningless weights; it takes no gradient."""
         config = network.config_class(**self.tower_json(shape))
         return network._from_config(config, dtype=dtype, attn_implementation="sdpa").requires_grad_(False).eval()
+
+
+def _object(config: Config, key: str) -> Mapping[str, Any]:
+    found = config[key]
+    if not isinstance(found, Mapping):
+        raise UnsupportedModel(f"{key} = {found!r} is not supported; supported: an object")
+    return found
+
+
+def _numbers(config: Config, key: str) -> tuple[int, ...]:
+    found = config[key]
+    if not isinstance(found, list | tuple) or not all(isinstance(one, int) for one in found):
+        raise UnsupportedModel(f"{key} = {found!r} is not supported; supported: a list of whole numbers")
+    return tuple(found)
 
 
 def tower_tensors(prefix: str, sizes: Mapping[str, Sizes]) -> Iterator[Tensor]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from turnlog.trainer import mcore
 
 CHUNK_BYTES = 2**28
-"""Size of a chunk's logits in float32. At most three such tensors are in memory at once."""
+"""Size of a chunk's logits in float32. At most three such tensors are in memory, with temporaries."""
 LOWEST = -1e4
 """Replaces the log-prob of a column without mass, so that it contributes 0 times a finite number."""
 
@@ -138,8 +138,8 @@ class _Scores(torch.autograd.Function):
                 to_weight.addmm_(products.T, hidden[part])
             elif to_weight is not None:
                 to_weight += products.T @ hidden[part]
-        # Each tensor-parallel rank has what its columns add. Megatron's own sum, of a tensor that is not contiguous, is
-        # lost.
+        # Each tensor-parallel rank has only its columns' part of the gradient. Megatron would sum it later, into a copy
+        # of a tensor that is not contiguous, and so lose the sum.
         return _all_reduce(to_hidden), None if to_weight is None else to_weight.to(weight.dtype), *[None] * 6
 
 

@@ -1,9 +1,9 @@
 """Images of a policy with vision: rows with images, and transformers' own tower, frozen, on the first pipeline stage.
 
 The tower's features of an image replace the embeddings of its tokens; further ones may be added behind the decoder's
-first layers. Positions have three axes, frame, row and column,
-which each rotate some pairs of a head's dimensions. Text advances along all three at once; an image's tokens lie in a
-plane of one frame, and what follows continues where its longer side ended (M-RoPE; Qwen2-VL, arXiv 2409.12191, 2.1).
+first layers. Positions have three axes, frame, row and column, which each rotate some pairs of a head's dimensions.
+Text advances along all three at once; an image's tokens lie in a plane of one frame, and what follows continues where
+its longer side ended (M-RoPE; Qwen2-VL, arXiv 2409.12191, 2.1).
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Sight:
         return place_features(places, found.pooler_output, embedded)
 
     def _hand_over(self, _: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Forward hook: give the layers their features by an argument that attention does not read.
+        """Forward pre-hook: give the layers their features by an argument that our attention does not read.
 
         A layer that is computed again for the gradient, when other microbatches have passed, gets it again.
         """

@@ -188,8 +188,12 @@ def test_a_model_that_the_mapping_does_not_cover_is_refused(tmp_path: Path, chan
             Qwen3MoeConfig(**SIZES, **EXPERTS).to_dict() | {"model_type": "other", "shared_expert_gate": True},
             "nearest is qwen3_moe, from which it differs by .*shared_expert_gate = True",
         ),
+        (
+            {"model_type": "mistral3", "text_config": {"model_type": "ministral3", **SIZES}, "vision_config": {}},
+            "its text_config is ministral3, which is supported alone; the nearest is ",
+        ),
     ],
-    ids=["llama", "qwen3_moe"],
+    ids=["llama", "qwen3_moe", "mistral3"],
 )
 def test_an_unknown_family_is_refused_with_the_nearest_one_and_what_differs(
     tmp_path: Path, config: dict[str, Any], nearest: str

@@ -98,7 +98,7 @@ def whole_mixture() -> Qwen3_5MoeForConditionalGeneration:
 MODELS = {
     "text": text_model,
     "tied": lambda: text_model(tie_word_embeddings=True),
-    "every second": lambda: text_model(layer_types=["full_attention", *["linear_attention", "full_attention"] * 2]),
+    "every second": lambda: text_model(layer_types=[*["linear_attention", "full_attention"] * 2, "linear_attention"]),
     "whole": whole_model,
     "mixture": lambda: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**MIXED)),
     "whole mixture": whole_mixture,
@@ -283,6 +283,18 @@ def test_ranks_share_the_key_heads_of_gated_delta_nets() -> None:
     [
         ({"layer_types": ["linear_attention"]}, r"layer_types \['linear_attention'\] are not supported"),
         ({"layer_types": ["sliding_attention"] * 5}, "layer_types .* are not supported; supported: 5 of"),
+        (
+            {"layer_types": ["full_attention", *["linear_attention", "full_attention"] * 2]},
+            "layer_types .* do not have full_attention in every Nth layer for N = full_attention_interval = 1",
+        ),
+        (
+            {"layer_types": ["linear_attention"] * 5, "full_attention_interval": 2},
+            "layer_types .* for N = full_attention_interval = 2",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor = 0.5 is not supported beside scaled rotary positions",
+        ),
         ({"linear_num_value_heads": 3}, "linear_num_value_heads = 3 must be a multiple of linear_num_key_heads = 2"),
         ({"attn_output_gate": False}, "attn_output_gate = False is not supported"),
         ({"attention_bias": True}, "attention_bias = True is not supported"),

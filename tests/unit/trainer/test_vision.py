@@ -213,13 +213,23 @@ def test_what_the_tower_would_not_compute_is_refused(folder: Path, tmp_path: Pat
         rope = config["text_config"]["rope_parameters"] | {"rope_type": "yarn", "factor": 4.0}
         return {**config, "text_config": {**config["text_config"], "rope_parameters": rope}}
 
+    def lopsided(config: dict[str, Any]) -> dict[str, Any]:
+        rope = config["text_config"]["rope_parameters"] | {"mrope_section": [2, 80]}
+        return {**config, "text_config": {**config["text_config"], "rope_parameters": rope}}
+
+    with pytest.raises(UnsupportedModel, match=r"three numbers that sum to half of head_dim \(8\)"):
+        changed_shape(folder, tmp_path, lopsided)
+    with pytest.raises(UnsupportedModel, match="vision_config = None is not supported"):
+        changed_shape(folder, tmp_path, lambda config: {**config, "vision_config": None})
     with pytest.raises(UnsupportedModel, match=r"vision_config must have hidden_act '(silu|gelu_pytorch_tanh)'"):
         changed_shape(folder, tmp_path, gelu)
     with pytest.raises(
-        UnsupportedModel, match=r"rotary positions .*yarn.* are not supported; supported: mrope_section"
+        UnsupportedModel, match=r"rotary positions .*yarn.* are not supported; they must have rope_type default"
     ):
         changed_shape(folder, tmp_path, scaled)
-    with pytest.raises(LayoutUnfit, match=r"context_parallel = 2 is not supported for qwen\w+_vl, because its tokens"):
+    with pytest.raises(
+        LayoutUnfit, match=r"context_parallel = 2 is not supported for qwen\w+_vl, because tokens of images"
+    ):
         check_layout(read_shape(folder), LearnerOptions(context_parallel=2))
 
 
@@ -238,7 +248,7 @@ def test_what_the_decoder_would_not_add_is_refused(tmp_path: Path) -> None:
     for layers in ((1, 1), (0, 3)):
         with pytest.raises(UnsupportedModel, match=r"deepstack_visual_indexes = .* must be different layers of the"):
             changed_shape(folder, tmp_path, deep(*layers))
-    with pytest.raises(UnsupportedModel, match=r"not supported; supported: mrope_section, mrope_interleaved = True"):
+    with pytest.raises(UnsupportedModel, match=r"they must have rope_type default, mrope_interleaved = true"):
         changed_shape(folder, tmp_path, apart)
     two = LearnerOptions(pipeline_parallel=2)
     check_layout(changed_shape(folder, tmp_path, deep(1)), two)
