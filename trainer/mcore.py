@@ -330,7 +330,7 @@ with warnings.catch_warnings(), importing():
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import ModuleSpec, TransformerConfig
     from megatron.core.transformer.attention import SelfAttention
@@ -440,5 +440,4 @@ __all__ = [
     "quiet",
     "rewrite_common",
     "tensor_parallel",
-    "vocab_parallel_cross_entropy",
 ]

@@ -3,7 +3,6 @@ the game's answer is the next user message."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator
 from typing import Any, Final
@@ -19,6 +18,7 @@ from turnlog.environments import (
     Verdict,
     played,
 )
+from turnlog.infra.environments.episodes import add_rewards
 from turnlog.infra.environments.sources import weights_option, whole_option
 from turnlog.plugins.textarena.games import GameRefused, TextGame, single_player_refusal
 from turnlog.schemas.events.sessions import Environment
@@ -79,7 +79,7 @@ class TextArena(Recipe):
         assert game is not None
         components = {"done": float(game.done), "actions": float(len(game.rewards))}
         return Verdict(
-            math.fsum(game.rewards), components, {"game": episode.task["game"], "seed": episode.task["seed"]}
+            add_rewards(game.rewards), components, {"game": episode.task["game"], "seed": episode.task["seed"]}
         )
 
 

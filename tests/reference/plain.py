@@ -377,7 +377,7 @@ def subtract_divergence(
 
 def held_by_transformers(weights: Mapping[str, torch.Tensor], shape: ModelShape) -> dict[str, torch.Tensor]:
     """Rename weights from files to transformers 5's modules: the experts of a layer are one tensor, tower and decoder
-    are siblings. Files of Qwen3-VL have these names already.
+    are siblings.
     """
     if shape.vision:
         return {_name_in_transformers(name, shape): tensor for name, tensor in weights.items()}

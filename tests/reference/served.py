@@ -123,9 +123,11 @@ async def publish(url: str, model: Path, state: Tensors, number: int, transport:
     check_fits(event, model_shapes(model))
     held = await WeightFolders(model / "versions", blobs).obtain_folder([event], Timer())
     control = SGLangControl(url, transport=transport)
-    await control.pause()
-    await control.load(held.path, number, timeout_s=120)
-    await control.resume()
-    assert (await control.model_info()).version == number
-    await control.close()
-    held.release()
+    try:
+        await control.pause()
+        await control.load(held.path, number, timeout_s=120)
+        await control.resume()
+        assert (await control.model_info()).version == number
+    finally:
+        await control.close()
+        held.release()

@@ -338,6 +338,12 @@ def config_json(shape: ModelShape, *, eos_token_id: int, pad_token_id: int) -> d
     return own.write(shape, values)
 
 
+def nest_text(text: dict[str, Any], model_type: str = "") -> dict[str, Any]:
+    """Return config.json of a model of which the decoder `text`, of `model_type` if that is given, is a part."""
+    whole = {name: text.pop(name) for name in ("architectures", "model_type", "dtype", "tie_word_embeddings")}
+    return {**whole, "text_config": {**text, **({"model_type": model_type} if model_type else {})}}
+
+
 def _mixture_json(mixture: Mixture) -> dict[str, Any]:
     return {
         "num_experts": mixture.experts,

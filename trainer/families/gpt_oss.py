@@ -11,7 +11,7 @@ from typing import Any
 
 from turnlog.trainer.families.family import Config, Family, whole_number
 from turnlog.trainer.families.mistral import FULL, SLIDING, read_windows, windows_json
-from turnlog.trainer.families.rope import read_rope
+from turnlog.trainer.families.rope import read_rope, with_rope
 from turnlog.trainer.families.shape import Mixture, ModelShape
 from turnlog.trainer.families.tensors import EXPERT, Tensor, attention_tensors, decoder_tensors
 
@@ -30,8 +30,7 @@ YARN = {
 def _read(config: Config) -> dict[str, Any]:
     layers = range(whole_number(config, "num_hidden_layers"))
     types = config.get("layer_types") or [FULL if layer % 2 else SLIDING for layer in layers]
-    if not config.get("rope_parameters") and not config.get("rope_scaling"):
-        config = {**config, "rope_parameters": YARN}
+    config = with_rope(config, YARN)
     return {
         **read_windows({**config, "layer_types": types}),
         "rope": read_rope(config, THETA),

@@ -10,7 +10,7 @@ from typing import Any
 from turnlog.trainer import UnsupportedModel
 from turnlog.trainer.families.family import Config, whole_number
 from turnlog.trainer.families.mistral import MISTRAL
-from turnlog.trainer.families.rope import KEYS, read_rope, rope_values
+from turnlog.trainer.families.rope import read_rope, rope_values, with_rope
 from turnlog.trainer.families.shape import ModelShape, QueryGrowth
 
 BETA, ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
@@ -29,8 +29,7 @@ ROPE: dict[str, Any] = {
 
 
 def _read(config: Config) -> dict[str, Any]:
-    if not any(config.get(key) for key in KEYS):
-        config = {**config, "rope_parameters": ROPE}
+    config = with_rope(config, ROPE)
     values = rope_values(config, 10_000.0)
     beta = values.get(BETA)
     if not isinstance(beta, int | float) or isinstance(beta, bool):

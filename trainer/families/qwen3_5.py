@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from turnlog.trainer import UnsupportedModel
-from turnlog.trainer.families.family import NO_BIAS, Config, Family, whole_number
+from turnlog.trainer.families.family import NO_BIAS, Config, Family, nest_text, whole_number
 from turnlog.trainer.families.rope import rope_values
 from turnlog.trainer.families.shape import LinearAttention, ModelShape
 from turnlog.trainer.families.tensors import Grouped, Tensor, decoder_tensors
@@ -59,12 +59,11 @@ def _interval(kinds: Sequence[str]) -> int:
 def read_hybrid(config: Config) -> dict[str, Any]:
     """Read the kinds of the layers, and the shape of the gated delta nets. Raises UnsupportedModel, KeyError."""
     layers = whole_number(config, "num_hidden_layers")
-    interval = whole_number(config, "full_attention_interval", 4)
-    kinds = config.get("layer_types") or _kinds(layers, interval)
+    kinds = config.get("layer_types") or _kinds(layers, whole_number(config, "full_attention_interval", 4))
     if len(kinds) != layers or not set(kinds) <= set(KINDS):
         raise UnsupportedModel(f"layer_types {kinds} are not supported; supported: {layers} of {', '.join(KINDS)}")
-    named = config.get("full_attention_interval", _interval(kinds))
-    if list(kinds) != _kinds(layers, _interval(kinds)) or list(kinds) != _kinds(layers, named):
+    named = whole_number(config, "full_attention_interval", _interval(kinds))
+    if list(kinds) != _kinds(layers, named):
         raise UnsupportedModel(
             f"layer_types {list(kinds)}, which transformers reads, do not have full_attention in every Nth layer for "
             f"N = full_attention_interval = {named}, which engines read: make them equal"
@@ -99,12 +98,6 @@ def write_hybrid(shape: ModelShape, values: dict[str, Any]) -> dict[str, Any]:
         "attn_output_gate": True,
         **sizes,
     }
-
-
-def nest_text(text: dict[str, Any], model_type: str) -> dict[str, Any]:
-    """Return config.json of a model whose decoder, of `model_type`, is a part of it."""
-    whole = {name: text.pop(name) for name in ("architectures", "model_type", "dtype", "tie_word_embeddings")}
-    return {**whole, "text_config": {**text, "model_type": model_type}}
 
 
 def _write_whole(shape: ModelShape, values: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from turnlog.trainer import WeightsMismatch
 from turnlog.trainer.families import qwen3_5
-from turnlog.trainer.families.family import Config, whole_number
+from turnlog.trainer.families.family import Config, nest_text, whole_number
 from turnlog.trainer.families.shape import Mixture, ModelShape
 from turnlog.trainer.families.tensors import Tensor, decoder_tensors, feed_forward_tensors
 
@@ -43,7 +43,7 @@ def _text(shape: ModelShape, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole(shape: ModelShape, values: dict[str, Any]) -> dict[str, Any]:
-    return qwen3_5.nest_text(_text(shape, values), "qwen3_5_moe_text")
+    return nest_text(_text(shape, values), "qwen3_5_moe_text")
 
 
 def _feed_forward(shape: ModelShape, layer: int, h: str, m: str) -> Iterator[Tensor]:

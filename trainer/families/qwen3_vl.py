@@ -45,9 +45,7 @@ def _read(config: Config) -> dict[str, Any]:
 
 
 def _write(shape: ModelShape, values: dict[str, Any]) -> dict[str, Any]:
-    found = TOWER.write(shape, values)
-    found["text_config"]["model_type"] = "qwen3_vl_text"
-    return found
+    return TOWER.write(shape, values, "qwen3_vl_text")
 
 
 def _tensors(shape: ModelShape) -> Iterator[Tensor]:

@@ -12,6 +12,11 @@ KEYS = ("rope_scaling", "rope_parameters")
 """Keys of config.json with rotary positions, in transformers' order of precedence."""
 
 
+def with_rope(config: Mapping[str, Any], default: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a decoder's config with the rotary positions `default` if it states none."""
+    return config if any(config.get(key) for key in KEYS) else {**config, "rope_parameters": default}
+
+
 def rope_values(text: Mapping[str, Any], theta: float) -> dict[str, Any]:
     """Return rope_theta, rope_type and related values of a decoder's config; `theta` is the default of rope_theta.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from turnlog.trainer import UnsupportedModel
-from turnlog.trainer.families.family import Config, whole_number
+from turnlog.trainer.families.family import Config, nest_text, whole_number
 from turnlog.trainer.families.rope import rope_values
 from turnlog.trainer.families.shape import ModelShape, Rope, VisionShape
 from turnlog.trainer.families.tensors import VISION, Sizes, Tensor
@@ -80,13 +80,12 @@ class TowerConfig:
         vision = VisionShape(**fields, token=token, sections=tuple(sections), interleaved=interleaved)
         return {"vision": vision, "rope": Rope(theta=float(rope["rope_theta"]))}
 
-    def write(self, shape: ModelShape, text: dict[str, Any]) -> dict[str, Any]:
-        """Return config.json from that of the decoder."""
+    def write(self, shape: ModelShape, text: dict[str, Any], model_type: str = "") -> dict[str, Any]:
+        """Return config.json from that of the decoder, of `model_type` if that is given."""
         assert shape.vision is not None
-        whole = {name: text.pop(name) for name in ("architectures", "model_type", "dtype", "tie_word_embeddings")}
         text["rope_parameters"] |= {**self.rope, "mrope_section": list(shape.vision.sections)}
-        tower = self.tower_json(shape)
-        return {**whole, "image_token_id": shape.vision.token, "text_config": text, "vision_config": tower}
+        whole = nest_text(text, model_type)
+        return {**whole, "image_token_id": shape.vision.token, "vision_config": self.tower_json(shape)}
 
     def tower_json(self, shape: ModelShape) -> dict[str, Any]:
         """Return vision_config of config.json."""
