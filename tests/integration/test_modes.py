@@ -226,7 +226,7 @@ class World:
                 await self.role.events.append(again)
 
     async def until(self, done: Callable[[World], bool]) -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(240):
             while not done(self):
                 await self.tick()
 

@@ -131,7 +131,7 @@ async def read(role: Role, kind: type, count: int) -> list[Any]:
     topic = topics.TOPIC_OF[kind.__name__].name
     partitions = [Partition(topic, number) for number in range((await role.log.topics())[topic].partitions)]
     found: list[Any] = []
-    async with role.log.reader() as reader, asyncio.timeout(120):
+    async with role.log.reader() as reader, asyncio.timeout(240):
         reader.assign(dict.fromkeys(partitions, 0))
         while len(found) < count:
             found += [

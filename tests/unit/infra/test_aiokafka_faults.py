@@ -410,19 +410,24 @@ async def test_an_admin_client_asks_a_broker_that_is_away_although_others_are_th
     """Mended by MendedAdminClient."""
     [nobody] = free_ports(1)
 
-    async def ask(kind: type[Any]) -> None:
+    async def count_failures(kind: type[Any]) -> int:
+        failures = 0
         admin = kind(bootstrap_servers=kafka)
         await admin.start()
         try:
             for _ in range(64):  # it asks one at random
                 admin._client.cluster._brokers[99] = BrokerMetadata(99, HOST, nobody, None)
-                await admin._send_request(MetadataRequest([]))
+                try:
+                    await admin._send_request(MetadataRequest([]))
+                except NodeNotReadyError:
+                    failures += 1
         finally:
             await admin.close()
+        return failures
 
-    with pytest.raises(NodeNotReadyError):
-        await ask(AIOKafkaAdminClient)
-    await ask(Admin)
+    assert await count_failures(AIOKafkaAdminClient) > 8
+    # A machine may stand still for so long that the broker which is there does not answer in time.
+    assert await count_failures(Admin) <= 2
 
 
 def test_aiokafka_lacks_the_requests_that_are_added() -> None:
