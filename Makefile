@@ -31,7 +31,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)
 WORKERS ?= 4
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 
-.PHONY: supported of-another-version help demo test test-long test-fresh test-compose test-kube test-secured screenshots templates lint check bench chaos soak learning mutants images sbom schemas docs lock gpu clean
+.PHONY: supported of-another-version help demo test test-long test-fresh test-compose test-kube test-secured screenshots templates lint check bench chaos soak learning mutants images sbom schemas docs lock gpu gpu-environment clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -39,13 +39,8 @@ help:  ## show this list
 demo: $(ENVIRONMENT)  ## the whole loop on this machine (STEPS=5 for the impatient, ENGINES=2)
 	@$(BIN)/turnlog demo
 
-ifdef GPU
-test:  # the trainer on this machine's device, from the source tree, by whatever python3 has torch
-	@PYTHONPATH=src:$$PYTHONPATH python3 -m pytest -c /dev/null --rootdir tests/gpu --confcutdir tests/gpu -o markers=proves -p no:cacheprovider -s tests/gpu
-else
-test: $(ENVIRONMENT)  ## every test: units, contracts, real servers, one small closed loop (TESTS=tests/unit, WORKERS=2; GPU=1: a device)
+test: $(ENVIRONMENT)  ## every test: units, contracts, real servers, one small closed loop (TESTS=tests/unit, WORKERS=2)
 	@$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),$(IN_WORKERS))
-endif
 
 test-long: $(ENVIRONMENT)  ## the tests that `make test` leaves out, and all property tests with 1,000 examples (hours)
 	@TURNLOG_TEST_EXAMPLES=1000 $(BIN)/python -m pytest -m "long or hypothesis" $(IN_WORKERS)
@@ -152,7 +147,11 @@ $(ENVIRONMENT): $(UV) $(LOCKS)/all.lock pyproject.toml | supported
 	@VIRTUAL_ENV=.venv $(UV) pip install --quiet --no-deps --no-build-isolation --editable .
 	@echo $(PYTHON_VERSION) >$(ENVIRONMENT)
 
-gpu: $(UV)  ## an environment for a machine with an NVIDIA GPU, in .venv-gpu (docs/your-own.md)
+# From the source tree, by .venv-gpu if it is there, else by any python3 with torch and what the trainer imports.
+gpu:  ## check and measure the trainer on this machine's GPU, in 10 minutes at most (GPU_MINUTES=5)
+	@PYTHONPATH=src:$$PYTHONPATH $(firstword $(wildcard .venv-gpu/bin/python) python3) -m pytest -c /dev/null --rootdir tests/gpu --confcutdir tests/gpu -o markers=proves -p no:cacheprovider -rs -s tests/gpu
+
+gpu-environment: $(UV)  ## an environment for a machine with an NVIDIA GPU, in .venv-gpu (docs/your-own.md)
 	@$(call VENV,.venv-gpu)
 	@VIRTUAL_ENV=.venv-gpu $(UV) pip sync --quiet --require-hashes --compile-bytecode $(LOCKS)/gpu.lock
 	@VIRTUAL_ENV=.venv-gpu $(UV) pip install --quiet --no-deps --no-build-isolation --editable .

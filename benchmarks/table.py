@@ -33,7 +33,7 @@ Kafka runs as one broker with `acks=all`, so an acknowledged record is in the pa
 
 A figure has a goal, and a floor: the same work done bare, in the same run. It is marked *missed* if it misses its goal
 or its share of the floor. [results/README.md](results/README.md) has what recipes learn. `make demo`, `make soak` and
-`make test GPU=1` print figures of their own, of which no record is kept.
+`make gpu` print figures of their own, of which no record is kept.
 
 {machines}
 
