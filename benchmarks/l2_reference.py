@@ -22,11 +22,13 @@ GOAL = 1e-5
 LAYOUTS = {
     1: (
         *("dp", "dp:gspo", "dp:sapo", "dp:cispo", "dp:dual", "dp:ppo", "dp:opd"),
-        *("dp:decoupled", "dp:kl", "dp:penalty", "dp:entropy", "dp-packed", "dp-lora", "dp-replay"),
+        *("dp:clip_cov", "dp:kl_cov", "dp:dppo_tv", "dp:dppo_kl"),
+        *("dp:decoupled", "dp:normalized", "dp:kl", "dp:penalty", "dp:entropy", "dp-packed", "dp-lora", "dp-replay"),
     ),
     2: (
         *("tp2", "tp2-sp", "pp2-tied", "dp", "cp2", "cp2-packed", "ep2", "tp2-sp-ep2-replay", "tp2-lora"),
         *("dp:gspo", "pp2:sapo", "pp2:cispo", "cp2:dual", "dp:ppo", "tp2:ppo", "pp2:opd"),
+        *("dp:clip_cov", "cp2:clip_cov", "tp2:kl_cov", "pp2:dppo_tv", "tp2:dppo_kl", "dp:normalized"),
         *("dp:decoupled", "tp2:kl", "cp2:penalty", "tp2:entropy"),
     ),
     4: ("tp2-pp2", "tp2-sp-ep2", "tp2-sp-cp2", "tp2-pp2:gspo", "tp2-sp-ep2:ppo"),

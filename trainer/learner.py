@@ -144,9 +144,7 @@ class Learner:
             raise BooksOff("the batch has no rows: there is nothing to step on")
         rows, columns = self._prepare_rows(rows, objective, numbers)
         self.policy.forget_gradients()
-        totals, tokens = self._run(
-            rows, objective, columns, forward_only=False, tell_tokens=tell_tokens, held=held
-        )  # fmt: skip
+        totals, tokens = self._run(rows, objective, columns, forward_only=False, tell_tokens=tell_tokens, held=held)
         grad_norm = self.policy.gradient_norm()
         finite = math.isfinite(grad_norm) and math.isfinite(totals.loss)
         metrics: dict[str, float] = {}
@@ -262,7 +260,7 @@ class Learner:
     def _prepare_rows(
         self, rows: BatchRows, objective: Objective, numbers: ForwardPassResults
     ) -> tuple[BatchRows, Columns]:
-        return objective.prepare(rows, numbers, self.logprobs(rows) if objective.by_trajectory else None)
+        return objective.prepare(rows, numbers, self.logprobs(rows) if objective.reads_current else None)
 
     def _run(
         self,
@@ -421,7 +419,9 @@ class _Forward:
             trajectory_gap=here(columns.trajectory_gap),
             trajectory_tokens=here(columns.trajectory_tokens),
             importance=here(columns.importance),
+            importance_mean=columns.importance_mean,
             teacher=None if teacher is None else fill_untrained(teacher),
+            chosen=here(columns.chosen),
         )
 
     def _measure(self, measures: Mapping[str, Measure], trained: torch.Tensor) -> None:

@@ -358,6 +358,7 @@ def _objective(trainer: TrainerSettings) -> PolicyGradient:
         importance_level=trainer.importance_level,
         importance_low=trainer.importance_low,
         importance_high=trainer.importance_high,
+        normalize_importance=trainer.normalize_importance,
         kl=trainer.kl,
         kl_coefficient=trainer.kl_coefficient,
         kl_in=trainer.kl_in,
@@ -367,6 +368,7 @@ def _objective(trainer: TrainerSettings) -> PolicyGradient:
         auxiliary=auxiliary,
         auxiliary_numbers=auxiliary_numbers,
         auxiliary_coefficient=trainer.auxiliary_coefficient,
+        seed=trainer.seed,
     )
 
 

@@ -27,6 +27,10 @@ WANTS: Mapping[str, Wants] = {
     "gspo": {"batcher.weighting": ("trajectory",)},
     "sapo": {},
     "cispo": {},
+    "clip_cov": {},
+    "kl_cov": {},
+    "dppo_tv": {},
+    "dppo_kl": {},
     "ppo": {"fold.estimator": ("none",)},
     "opd": {"fold.estimator": ("none",)},
 }
@@ -47,7 +51,7 @@ class LearningSettings:
     """Upper clip distance: probability ratios are clipped at 1 + clip_high."""
     dual_clip: Bound = 3.0
     """Upper bound on the ratio of tokens with a negative advantage (dual-clip PPO); it must be above 1. 0 sets no
-    bound. sapo and cispo bound the ratio themselves and ignore this."""
+    bound. sapo, cispo, kl_cov, dppo_tv and dppo_kl ignore this."""
     logprobs: Literal["recorded", "recomputed"] = "recorded"
     """Old log-probs in the ratio. recorded: those of the engine that sampled. recomputed: those of the trainer's
     weights before the first update of the draw; take these when kernels, precision or lag make the two disagree."""
@@ -62,6 +66,9 @@ class LearningSettings:
     """Lower bound of the importance weight."""
     importance_high: Bound = 2.0
     """Upper bound of the importance weight."""
+    normalize_importance: bool = False
+    """Whether importance weights within their bounds are divided by their mean over the batch, so that the mean is 1:
+    over tokens or, at another level than token, over trajectories."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
     """Estimator of the KL divergence from the reference model; none computes no divergence."""
     kl_coefficient: Bound = 0.0
@@ -139,6 +146,11 @@ def check_learning(settings: object, learning: LearningSettings, source: str) ->
             f"{source}: trainer.importance is {learning.importance} and trainer.logprobs is recorded: the ratio is "
             "already taken against the engine, so its difference from the trainer would count twice; set "
             "trainer.logprobs to recomputed, or trainer.importance to none"
+        )
+    if learning.normalize_importance and learning.importance == "none":
+        raise SettingsError(
+            f"{source}: trainer.normalize_importance is true and trainer.importance is none: there are no weights; set "
+            "trainer.importance to truncated or masked, or trainer.normalize_importance to false"
         )
     if learning.importance_low >= learning.importance_high:
         raise SettingsError(

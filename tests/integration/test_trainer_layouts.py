@@ -38,6 +38,11 @@ OF_TWO = (
     "tp2:entropy",
     "tp2:kl",
     "pp2:cispo",
+    "dp:clip_cov",
+    "cp2-packed:kl_cov",
+    "pp2:dppo_tv",
+    "tp2:dppo_kl",
+    "dp:normalized",
     "dp-kept:ppo",
     "tp2-moved:ppo",
     "tp2-sp:ppo",
@@ -63,8 +68,10 @@ OF_TWO_SHORT = (
     "pp2-glm4_moe-moved",
     "tp2-sp-ep2-deepseek_v3-replay",
     "tp2-qwen3_5_text-moved",
+    "dp:clip_cov",
+    "dp:normalized",
 )
-"""Of OF_TWO, one of each parallelism and of each kind of model."""
+"""Of OF_TWO, one of each parallelism, of each kind of model, and of what is computed over the tokens of all ranks."""
 OF_FOUR = (
     "tp2-pp2",
     "tp2-sp-ep2",

@@ -68,6 +68,13 @@ OBJECTIVES = {
     "entropy": PolicyGradient(0.2, 0.2, entropy_coefficient=0.1),
     "sapo": PolicyGradient(algorithm=BUILT_IN["sapo"], numbers=(1.0, 1.05)),
     "cispo": PolicyGradient(0.03, 0.03, algorithm=BUILT_IN["cispo"]),
+    "clip_cov": PolicyGradient(0.2, 0.2, algorithm=BUILT_IN["clip_cov"], numbers=(0.1, 0.02, 5.0), seed=7),
+    "kl_cov": PolicyGradient(algorithm=BUILT_IN["kl_cov"], numbers=(0.1, 0.5)),
+    "dppo_tv": PolicyGradient(algorithm=BUILT_IN["dppo_tv"], numbers=(1e-4, 1e-4, 1.02)),
+    "dppo_kl": PolicyGradient(algorithm=BUILT_IN["dppo_kl"], numbers=(1e-5, 1e-5, 20.0)),
+    "normalized": PolicyGradient(
+        logprobs="recomputed", importance="truncated", importance_high=1.05, normalize_importance=True
+    ),
     "dual": PolicyGradient(0.2, 0.2, dual_clip=1.03),
     "kl": PolicyGradient(0.2, 0.2, kl="k3", kl_coefficient=0.5),
     "penalty": PolicyGradient(0.2, 0.2, logprobs="recomputed", kl="k2", kl_in="reward", kl_coefficient=0.5),
@@ -151,7 +158,7 @@ def ours(learner: Learner | Ranks, objective: PolicyGradient, batches: Sequence[
 
     passes = sorted(objective.passes(len(batches)))  # every rank makes the same calls
     columns: list[dict[str, Any]] = [{one: call(METHODS[one], rows) for one in passes} for rows in batches]
-    numbers = [ForwardPassResults(**each) for each in columns]
+    numbers = [ForwardPassResults(**each, batch=index) for index, each in enumerate(columns)]
     results = [call(Learner.step, rows, objective, RATE, its) for rows, its in zip(batches, numbers, strict=True)]
     figures = [(result.loss, result.grad_norm) for result in results]
     if objective.critic:
@@ -196,10 +203,10 @@ class Theirs:
         proximal = [self.policy.columns(rows) if objective.logprobs == "recomputed" else None for rows in batches]
         frozen = [self._frozen.columns(rows) if self._frozen else None for rows in batches]
         results = []
-        for rows, old, still in zip(batches, proximal, frozen, strict=True):
+        for index, (rows, old, still) in enumerate(zip(batches, proximal, frozen, strict=True)):
             if old is not None and still is not None and objective.kl_in == "reward":
                 rows = subtract_divergence(rows, old, still, objective)
-            results.append(self.policy.step(rows, objective, RATE, old, still))
+            results.append(self.policy.step(rows, objective, RATE, old, still, index))
         return [(result.loss, result.grad_norm) for result in (*results, *lessons)]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,8 +75,9 @@ class PlainLearner:
         learning_rate: float,
         proximal: Sequence[torch.Tensor] | None = None,
         frozen: Sequence[torch.Tensor] | None = None,
+        batch: int = 0,
     ) -> PlainStep:
-        """Take one step, row by row.
+        """Take one step, row by row; `batch` is the number from which tokens are drawn.
 
         The algorithm's ratio is per token or, for gspo, per trajectory, against the recorded log-probs or the
         `proximal` ones, which are then weighted against the recorded ones. The divergence from the `frozen` log-probs
@@ -83,19 +85,20 @@ class PlainLearner:
         """
         self._optimizer.zero_grad()
         whole = self._trajectory_ratios(rows, proximal) if objective.algorithm.name == "gspo" else None
+        olds = [of_row(rows, rows.logprobs, row) for row in range(len(rows))] if proximal is None else proximal
+        chosen = choose_by_covariance(rows, self.columns(rows), olds, objective, batch)
+        mean = mean_weight(rows, olds, objective)
         total = torch.zeros(())
         for row in range(len(rows)):
             recorded, advantages, mask = (of_row(rows, x, row) for x in (rows.logprobs, rows.advantages, rows.trained))
-            logprobs = self.logprobs(rows, row)
-            old = recorded if proximal is None else proximal[row]
+            logprobs, old = self.logprobs(rows, row), olds[row]
             ratio = (logprobs - old).clamp(-20, 20).exp()
             if whole is not None:
                 ratio = (whole[rows.session_ids[row]] + logprobs - logprobs.detach()).clamp(max=10).exp()
-            surrogate = gain(objective, ratio, logprobs, advantages)
+            surrogate = gain(objective, ratio, logprobs, old, advantages, chosen[row])
             if objective.importance == "truncated":
-                surrogate = surrogate * (old - recorded).exp().clamp(
-                    objective.importance_low, objective.importance_high
-                )
+                weight = (old - recorded).exp().clamp(objective.importance_low, objective.importance_high)
+                surrogate = surrogate * weight / mean
             if frozen is not None and objective.kl_in == "loss":
                 surrogate = surrogate - objective.kl_coefficient * divergence(objective.kl, logprobs, frozen[row])
             if objective.entropy_coefficient:
@@ -200,22 +203,88 @@ class PlainLearner:
 
 
 def gain(
-    objective: PolicyGradient, ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor
+    objective: PolicyGradient,
+    ratio: torch.Tensor,
+    logprobs: torch.Tensor,
+    old: torch.Tensor,
+    advantages: torch.Tensor,
+    chosen: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the quantity that a step maximises, per token: SAPO's gate, CISPO's weight, or PPO's surrogate with dual
-    clip.
+    """Return the quantity that a step maximises, per token: SAPO's gate, CISPO's weight, DPPO's mask, the penalty of
+    kl-cov, or PPO's surrogate with dual clip, without the tokens of clip-cov.
     """
     least, most = 1 - objective.clip_low, 1 + objective.clip_high
-    if objective.algorithm.name == "sapo":
+    name = objective.algorithm.name
+    if name == "sapo":
         positive, negative = objective.numbers
         sharpness = torch.tensor([positive if advantage > 0 else negative for advantage in advantages.tolist()])
         return 4 / sharpness / (1 + (sharpness * (1 - ratio)).exp()) * advantages
-    if objective.algorithm.name == "cispo":
+    if name == "cispo":
         return ratio.detach().clamp(least, most) * advantages * logprobs
+    if name.startswith("dppo"):
+        low, high, longest = objective.numbers
+        p, q = logprobs.detach().double().exp(), old.double().exp()
+        binary = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+        distance = (p - q).abs() if name == "dppo_tv" else binary
+        moved = torch.where(advantages > 0, (p > q) & (distance > high), (p < q) & (distance > low))
+        return ~moved * ratio.detach().clamp(max=longest) * advantages * logprobs
+    if name == "kl_cov":
+        return ratio * advantages - chosen * objective.numbers[1] * (logprobs - old).abs()
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(least, most) * advantages)
     if objective.dual_clip:
         surrogate = torch.where(advantages < 0, surrogate.maximum(objective.dual_clip * advantages), surrogate)
-    return surrogate
+    return surrogate * ~chosen
+
+
+def choose_by_covariance(
+    rows: BatchRows,
+    current: Sequence[torch.Tensor],
+    olds: Sequence[torch.Tensor],
+    objective: PolicyGradient,
+    batch: int,
+) -> list[torch.Tensor]:
+    """Return by row the tokens that clip-cov takes out or that kl-cov charges, found token by token; none by other
+    algorithms.
+    """
+    chosen = [torch.zeros(len(one), dtype=torch.bool) for one in current]
+    if not objective.algorithm.name.endswith("_cov"):
+        return chosen
+    drawn = np.random.default_rng((objective.seed, batch)).random(len(rows.token_ids))
+    found: list[tuple[int, int, float, float, float, float]] = []
+    for row, start in enumerate(rows.starts.tolist()):
+        for place in range(int(rows.lengths[row]) - 1):
+            at = start + place + 1
+            if rows.trained[at] and rows.temperature[row] > 0:
+                new, old = float(current[row][place]), float(olds[row][place])
+                found.append((row, place, new, old, float(rows.advantages[at]), float(drawn[at])))
+    mean_logprob = sum(one[2] for one in found) / len(found)
+    mean_advantage = sum(one[4] for one in found) / len(found)
+    ranked = []
+    for row, place, new, old, advantage, number in found:
+        covariance = (advantage - mean_advantage) * (new - mean_logprob)
+        if objective.algorithm.name == "kl_cov":
+            ranked.append((-covariance, row, place))
+            continue
+        _, low, high = objective.numbers
+        ratio = math.exp(new - old)
+        clipped = min(max(ratio, 1 - objective.clip_low), 1 + objective.clip_high) * advantage < ratio * advantage
+        if low < covariance < high and not clipped:
+            ranked.append((number, row, place))
+    for _, row, place in sorted(ranked)[: max(1, int(objective.numbers[0] * len(found)))]:
+        chosen[row][place] = True
+    return chosen
+
+
+def mean_weight(rows: BatchRows, olds: Sequence[torch.Tensor], objective: PolicyGradient) -> float:
+    """Return the mean of the truncated importance weights of the trained tokens; 1 if weights are not normalized."""
+    if not objective.normalize_importance:
+        return 1.0
+    weights = []
+    for row, old in enumerate(olds):
+        mask = of_row(rows, rows.trained, row).bool()
+        weight = (old.double() - of_row(rows, rows.logprobs, row)).exp()
+        weights += weight.clamp(objective.importance_low, objective.importance_high)[mask].tolist()
+    return sum(weights) / len(weights)
 
 
 def divergence(kind: str, logprobs: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:

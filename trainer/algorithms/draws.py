@@ -66,7 +66,7 @@ class DrawPasses:
         columns: dict[str, Any] = {one: self._column(one, manifest, rows) for one in passes}
         if self._objective.critic is not None and self._objective.critic.bootstrap:
             columns["truncated"] = await self._truncated(manifest)
-        return ForwardPassResults(**columns, whitening_std=manifest.whitening_std)
+        return ForwardPassResults(**columns, whitening_std=manifest.whitening_std, batch=manifest.batch_index)
 
     def release_batch(self, rows: BatchRows) -> None:
         """Release the columns of a batch that was stepped on."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.batches.weighting import EPSILON, Whitening
+from turnlog.trainer.algorithms.covariance import BatchTokens
 from turnlog.trainer.algorithms.tokens import (
     BUILT_IN,
     LOG_RATIO,
@@ -57,11 +58,13 @@ class ForwardPassResults:
     """Deviation by which its advantages were divided when they were whitened (SampleBatchFormed); None if they were
     not.
     """
+    batch: int = 0
+    """Number of the batch, from which random choices are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Token columns beside those of the rows: [T] float32 each, aligned with the rows' token columns."""
+    """Token columns beside those of the rows: [T] each, aligned with the rows' token columns; float32 unless stated."""
 
     old: torch.Tensor | None = None
     """Old log-probs. None: the recorded ones or, with `old_is_current`, the current ones."""
@@ -76,6 +79,10 @@ class Columns:
     """Number of the trajectory's trained tokens, at least 1."""
     importance: torch.Tensor | None = None
     """Logarithm of the trajectory's importance weight."""
+    importance_mean: float = 1.0
+    """Number by which importance weights are divided."""
+    chosen: torch.Tensor | None = None
+    """Boolean mask of the tokens that the algorithm chose from the whole batch."""
     lesson: Lesson | None = None
     """Training data of the critic."""
     auxiliary: torch.Tensor | None = None
@@ -92,7 +99,7 @@ class Objective(Protocol):
     """The objective of a step. It must be picklable: rank 0 sends it to the other ranks."""
 
     @property
-    def by_trajectory(self) -> bool:
+    def reads_current(self) -> bool:
         """Whether `prepare` needs the current log-probs, which cost a forward pass."""
 
     @property
@@ -124,7 +131,7 @@ class Objective(Protocol):
 class Imitation:
     """The objective of supervised training on demonstrations: -log-prob."""
 
-    by_trajectory: bool = False
+    reads_current: bool = False
     trains_entropy: bool = False
     critic: CriticRules | None = None
 
@@ -168,6 +175,8 @@ class PolicyGradient:
     """token | product | geometric: the weight of each token, or the product or geometric mean over its trajectory."""
     importance_low: float = 0.0
     importance_high: float = 2.0
+    normalize_importance: bool = False
+    """Whether weights are divided by their mean over the batch."""
     kl: str = "none"
     """Estimator of the divergence from the reference: none | k1 | k2 | k3."""
     kl_coefficient: float = 0.0
@@ -180,10 +189,12 @@ class PolicyGradient:
     auxiliary: Auxiliary | None = None
     auxiliary_numbers: tuple[float, ...] = ()
     auxiliary_coefficient: float = 0.0
+    seed: int = 0
+    """Seed of random choices among a batch's tokens."""
 
     @property
-    def by_trajectory(self) -> bool:
-        return self.algorithm.by_trajectory
+    def reads_current(self) -> bool:
+        return self.algorithm.by_trajectory or self.algorithm.choose is not None
 
     @property
     def trains_entropy(self) -> bool:
@@ -196,9 +207,12 @@ class PolicyGradient:
 
     @property
     def _advantages_alone(self) -> bool:
-        """Whether the batch's advantages are the only source of gradient."""
+        """Whether the batch's advantages are the only source of gradient, and no mean over the batch enters it."""
         others = self.critic is None and self.teacher is None and self.auxiliary is None
-        return self.algorithm.zero_at_zero and others and self.kl == "none" and not self.entropy_coefficient
+        means = self.normalize_importance or self.algorithm.choose is not None
+        return (
+            self.algorithm.zero_at_zero and others and not means and self.kl == "none" and not self.entropy_coefficient
+        )
 
     def rows_to_compute(self, rows: BatchRows) -> BatchRows:
         """Leave out groups whose advantages are all 0 if nothing else trains.
@@ -218,7 +232,7 @@ class PolicyGradient:
     def passes(self, parts: int) -> frozenset[Pass]:
         found: set[Pass] = set()
         # The only update of a rollout batch reads its own forward pass, unless a sum over rows is needed before it.
-        summed = parts > 1 or self.by_trajectory or self.importance_level != "token"
+        summed = parts > 1 or self.reads_current or self.importance_level != "token" or self.normalize_importance
         if self._has_reward_penalty or self.teacher is not None or (self.logprobs == "recomputed" and summed):
             found.add("proximal")
         if self.kl != "none":
@@ -235,13 +249,15 @@ class PolicyGradient:
         recomputed = self.logprobs == "recomputed"
         proximal = numbers.proximal if recomputed else None
         gap = counts = importance = None
-        if current is not None:
+        old = rows.logprobs if proximal is None else proximal
+        if current is not None and self.algorithm.by_trajectory:
             counts = _sum_by_trajectory(rows, np.ones_like(current))
-            gap = _sum_by_trajectory(rows, current - (rows.logprobs if proximal is None else proximal))
+            gap = _sum_by_trajectory(rows, current - old)
         if proximal is not None and self.importance != "none" and self.importance_level != "token":
             importance = _sum_by_trajectory(rows, proximal - rows.logprobs)
             if self.importance_level == "geometric":
                 importance = importance / np.maximum(1.0, _sum_by_trajectory(rows, np.ones_like(proximal)))
+        mean = self._importance_mean(rows, proximal, importance)
         lesson = None
         if self.critic is not None:
             rows, lesson = self._apply_critic(rows, numbers, self.critic)
@@ -257,6 +273,8 @@ class PolicyGradient:
             trajectory_gap=_column(gap),
             trajectory_tokens=None if counts is None else _column(np.maximum(1.0, counts)),
             importance=_column(importance),
+            importance_mean=mean,
+            chosen=self._choose_tokens(rows, current, old, numbers.batch),
             lesson=lesson,
             auxiliary=_column(self._auxiliary_weights(rows)),
         )
@@ -277,7 +295,7 @@ class PolicyGradient:
             weight = (tokens.old - tokens.recorded if tokens.importance is None else tokens.importance).exp()
             measures |= {"importance": Measure(weight), "importance_max": Measure(weight, "max")}
             within = weight.clamp(self.importance_low, self.importance_high)
-            value = value * within
+            value = value * within / tokens.importance_mean
             if self.importance == "masked":
                 beyond = within != weight
                 masked = beyond if masked is None else masked | beyond
@@ -292,6 +310,46 @@ class PolicyGradient:
             value = value - self.entropy_coefficient * tokens.entropy
         beside = None if self.auxiliary is None else self.auxiliary.loss(tokens, *self.auxiliary_numbers)
         return TokenLoss(value, found.clipped, masked, measures, beside)
+
+    def _importance_mean(
+        self, rows: BatchRows, proximal: Floats | None, importance: NDArray[np.float64] | None
+    ) -> float:
+        """Return the mean over the batch of the importance weights within their bounds, or 1.
+
+        The mean is over tokens or, for weights of a trajectory, over trajectories. Tokens that are masked, for their
+        weight or because they were sampled greedily, do not count.
+        """
+        if not self.normalize_importance or self.importance == "none" or proximal is None:
+            return 1.0
+        raw = np.exp(proximal.astype("f8") - rows.logprobs if importance is None else importance)
+        weights = raw.clip(self.importance_low, self.importance_high)
+        counted = _tokens_at_temperature(rows)
+        if self.importance == "masked":
+            counted &= weights == raw
+        if importance is not None:
+            _, first = np.unique(np.repeat(rows.session_ids, rows.lengths)[counted], return_index=True)
+            found = weights[counted][first]
+        else:
+            found = weights[counted]
+        mean = float(found.mean()) if len(found) else 0.0
+        return mean if mean > LEAST_MEAN else 1.0
+
+    def _choose_tokens(self, rows: BatchRows, current: Floats | None, old: Floats, batch: int) -> torch.Tensor | None:
+        """Return the tokens that the algorithm chooses from the whole batch."""
+        if self.algorithm.choose is None:
+            return None
+        assert current is not None
+        tokens = BatchTokens(
+            current=current,
+            old=old,
+            advantages=rows.advantages,
+            counted=_tokens_at_temperature(rows),
+            low=self.clip_low,
+            high=self.clip_high,
+            seed=self.seed,
+            batch=batch,
+        )
+        return torch.from_numpy(self.algorithm.choose(tokens, *self.numbers))
 
     def _auxiliary_weights(self, rows: BatchRows) -> NDArray[np.float64] | None:
         """Return the weights of the auxiliary loss [T]; 0 at each row's first token, which nothing predicts."""
@@ -362,6 +420,16 @@ def estimate(kind: str, logprobs: torch.Tensor, reference: torch.Tensor) -> torc
         return gap.square() / 2
     gap = gap.clamp(-LOG_RATIO, LOG_RATIO)
     return (-gap).exp() - 1.0 + gap
+
+
+LEAST_MEAN = 1e-8
+"""Mean of importance weights up to which they are not divided by it; verl has the same bound."""
+
+
+def _tokens_at_temperature(rows: BatchRows) -> NDArray[np.bool_]:
+    """Return [T] the tokens that train and were not sampled greedily."""
+    found: NDArray[np.bool_] = (rows.trained == 1) & np.repeat(rows.temperature > 0, rows.lengths)
+    return found
 
 
 def _sum_by_trajectory(rows: BatchRows, values: NDArray[np.floating]) -> NDArray[np.float64]:

@@ -17,6 +17,7 @@ whitening spans all of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -31,6 +32,7 @@ from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.batches.weighting import Whitening
 from turnlog.processors.core.methods.rules import split
 from turnlog.settings import SettingsError
+from turnlog.trainer.algorithms.covariance import among_bounds, greatest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +65,12 @@ class Tokens:
     """Number of those tokens, at least 1."""
     importance: torch.Tensor | None = None
     """Logarithm of the trajectory's importance weight, if [trainer] importance_level is not token."""
+    importance_mean: float = 1.0
+    """Mean of the batch's importance weights within their bounds, by which they are divided; 1 if they are not."""
     teacher: torch.Tensor | None = None
     """Log-probs of the teacher; None without a teacher."""
+    chosen: torch.Tensor | None = None
+    """Boolean mask of the tokens that the algorithm's `choose` returned; None if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +129,10 @@ def bounded_ratio(logprobs: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
 Loss = Callable[..., TokenLoss]
 """(Tokens, Clip, one number for each of the algorithm's arguments) -> TokenLoss."""
+Choose = Callable[..., NDArray[np.bool_]]
+"""(BatchTokens, one number for each of the algorithm's arguments) -> [T] tokens of the whole batch."""
+Fault = Callable[..., str]
+"""(one number for each of the algorithm's arguments) -> why they cannot be used; empty if they can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +145,12 @@ class Algorithm:
     loss: Loss
     arguments: Mapping[str, float] = field(default_factory=dict)
     """Arguments that the setting may give after the name, with their defaults."""
+    fault: Fault | None = None
+    """Check of these arguments; a module-level function, like `loss`."""
+    choose: Choose | None = None
+    """Choice of tokens that needs the whole batch, for Tokens.chosen; a module-level function, like `loss`. It costs a
+    pass without gradients before each step.
+    """
     by_trajectory: bool = False
     """Whether it reads trajectory_gap and trajectory_tokens, which cost a pass without gradients before each step."""
     critic: bool = False
@@ -302,6 +318,86 @@ def cispo_loss(tokens: Tokens, clip: Clip) -> TokenLoss:
     return TokenLoss(-weight * tokens.advantages * tokens.logprobs, weight != ratio)
 
 
+def clip_cov_loss(tokens: Tokens, clip: Clip, share: float, low: float, high: float) -> TokenLoss:
+    """Return PPO's surrogate, and 0 for the tokens that `among_bounds` chose (clip-cov, arXiv 2505.22617)."""
+    assert tokens.chosen is not None
+    found = clipped_surrogate(tokens, clip)
+    value = torch.where(tokens.chosen, 0.0, found.value)
+    return TokenLoss(value, found.clipped | tokens.chosen, measures=_share_of(tokens.chosen, found.value))
+
+
+def kl_cov_loss(tokens: Tokens, clip: Clip, share: float, coefficient: float) -> TokenLoss:
+    """Return -r A, plus coefficient x |log r| for the tokens that `greatest` chose (kl-cov, arXiv 2505.22617)."""
+    assert tokens.chosen is not None
+    value = -bounded_ratio(tokens.logprobs, tokens.old) * tokens.advantages
+    charged = torch.where(tokens.chosen, coefficient * (tokens.logprobs - tokens.old).abs(), 0.0)
+    return TokenLoss(value + charged, torch.zeros_like(tokens.trained), measures=_share_of(tokens.chosen, value))
+
+
+def _share_of(chosen: torch.Tensor, like: torch.Tensor) -> dict[str, Measure]:
+    return {"covariance_share": Measure(chosen.to(like.dtype))}
+
+
+def within_total_variation(tokens: Tokens, clip: Clip, low: float, high: float, most: float) -> TokenLoss:
+    """Return DPPO's loss (arXiv 2602.04879) by the total variation of "this token or another one", |exp p - exp o|."""
+    moved = tokens.logprobs.detach().exp() - tokens.old.clamp(max=0.0).exp()
+    return _within_divergence(tokens, moved.abs(), low, high, most)
+
+
+def within_binary_divergence(tokens: Tokens, clip: Clip, low: float, high: float, most: float) -> TokenLoss:
+    """Return DPPO's loss (arXiv 2602.04879) by the KL divergence of "this token or another one", old from current."""
+    current, old = tokens.logprobs.detach(), tokens.old.clamp(max=0.0)
+    other, other_old = ((-torch.expm1(one)).clamp(min=LEAST_OTHER) for one in (current, old))
+    # The quotient of the other tokens' probabilities is near 1, where its logarithm would lose what it is compared for.
+    quotient = torch.log1p(((current.exp() - old.exp()) / other).clamp(min=-1.0)).clamp(min=math.log(LEAST_OTHER))
+    divergence = old.exp() * (old - current) + other_old * quotient
+    return _within_divergence(tokens, divergence, low, high, most)
+
+
+LEAST_OTHER = 1e-8
+"""Least probability of all other tokens together: that of a certain token is 0, which has no logarithm."""
+
+
+def _within_divergence(tokens: Tokens, divergence: torch.Tensor, low: float, high: float, most: float) -> TokenLoss:
+    """Return -min(r, most) A log p, without a gradient through r, and 0 for a token whose `divergence` is beyond its
+    bound and that a step would move further: likelier with A > 0 (`high`), less likely with A < 0 (`low`).
+    """
+    current = tokens.logprobs.detach()
+    ratio = bounded_ratio(current, tokens.old)
+    further_up = (tokens.advantages > 0) & (current > tokens.old) & (divergence > high)
+    further_down = (tokens.advantages < 0) & (current < tokens.old) & (divergence > low)
+    beyond = further_up | further_down
+    value = torch.where(beyond, 0.0, -ratio.clamp(max=most) * tokens.advantages * tokens.logprobs)
+    measures = {"divergence": Measure(divergence), "divergence_max": Measure(divergence, "max")}
+    return TokenLoss(value, beyond, measures=measures)
+
+
+def fault_of_sharpness(positive: float, negative: float) -> str:
+    """Return why sapo cannot use its arguments."""
+    return "" if min(positive, negative) > 0 else "POSITIVE and NEGATIVE must be above 0"
+
+
+def fault_of_clip_cov(share: float, low: float, high: float) -> str:
+    """Return why clip_cov cannot use its arguments."""
+    if not 0 < share <= 1:
+        return "SHARE must be above 0 and at most 1"
+    return "" if low < high else "LOW must be below HIGH"
+
+
+def fault_of_kl_cov(share: float, coefficient: float) -> str:
+    """Return why kl_cov cannot use its arguments."""
+    if not 0 < share <= 1:
+        return "SHARE must be above 0 and at most 1"
+    return "" if coefficient >= 0 else "COEFFICIENT must not be negative"
+
+
+def fault_of_divergence(low: float, high: float, most: float) -> str:
+    """Return why dppo_tv and dppo_kl cannot use their arguments."""
+    if min(low, high) <= 0:
+        return "LOW and HIGH must be above 0"
+    return "" if most >= 1 else "MOST must be at least 1"
+
+
 def _surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip: Clip) -> TokenLoss:
     free = ratio * advantages
     bounded = ratio.clamp(1.0 - clip.low, 1.0 + clip.high) * advantages
@@ -314,6 +410,12 @@ def _surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip: Clip) -> Tok
     return TokenLoss(-least, decided)
 
 
+CLIP_COV = {"share": 0.0002, "low": 1.0, "high": 5.0}
+"""verl's defaults of clip-cov."""
+TOTAL_VARIATION = {"low": 0.2, "high": 0.2, "most": 20.0}
+"""prime-rl's bounds of DPPO, and verl's of its ratio."""
+BINARY_DIVERGENCE = TOTAL_VARIATION | {"low": 0.05, "high": 0.05}
+"""A divergence of 0.05 nats is a total variation of at most 0.16 (Pinsker's inequality)."""
 BUILT_IN = {
     one.name: one
     for one in (
@@ -322,8 +424,12 @@ BUILT_IN = {
             for name in ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp")
         ),
         Algorithm("gspo", by_sequence, by_trajectory=True, zero_at_zero=True),
-        Algorithm("sapo", soft, {"positive": 1.0, "negative": 1.05}, zero_at_zero=True),
+        Algorithm("sapo", soft, {"positive": 1.0, "negative": 1.05}, fault_of_sharpness, zero_at_zero=True),
         Algorithm("cispo", cispo_loss, zero_at_zero=True),
+        Algorithm("clip_cov", clip_cov_loss, CLIP_COV, fault_of_clip_cov, among_bounds, zero_at_zero=True),
+        Algorithm("kl_cov", kl_cov_loss, {"share": 0.0002, "coefficient": 1.0}, fault_of_kl_cov, greatest),
+        Algorithm("dppo_tv", within_total_variation, TOTAL_VARIATION, fault_of_divergence, zero_at_zero=True),
+        Algorithm("dppo_kl", within_binary_divergence, BINARY_DIVERGENCE, fault_of_divergence, zero_at_zero=True),
         Algorithm("ppo", clipped_surrogate, critic=True),
         Algorithm("opd", clipped_surrogate, distils=True),
     )
@@ -370,4 +476,6 @@ def _choose_by_spec(
     if numbers and len(numbers) != len(found.arguments):
         wanted = ":".join([name, *map(str.upper, found.arguments)])
         raise SettingsError(f"{key}: {spec!r} must be {name} or {wanted}, numbers in place of the capitals")
+    if isinstance(found, Algorithm) and found.fault and (fault := found.fault(*numbers or found.arguments.values())):
+        raise SettingsError(f"{key}: {spec!r}: {fault} ({':'.join([name, *map(str.upper, found.arguments)])})")
     return found, numbers or tuple(found.arguments.values())

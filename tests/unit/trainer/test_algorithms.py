@@ -22,7 +22,7 @@ from turnlog.setting_types import find_offered
 from turnlog.settings import SettingsError, TrainerSettings, declarations, from_tables
 from turnlog.trainer.algorithms.objective import ForwardPassResults as Passes
 from turnlog.trainer.algorithms.objective import PolicyGradient, estimate
-from turnlog.trainer.algorithms.tokens import BUILT_IN, Tokens, choose_algorithm
+from turnlog.trainer.algorithms.tokens import BUILT_IN, Clip, Tokens, choose_algorithm
 from turnlog.trainer.plan import learning_plan
 
 LOW, HIGH, DUAL = 0.2, 0.28, 1.5
@@ -44,7 +44,7 @@ def numbers(seed: int = 0) -> Numbers:
     random = np.random.default_rng(seed)
     old = random.normal(-2.0, 0.5, 12)
     return Numbers(
-        current=old + random.normal(0.0, 0.6, 12),
+        current=np.minimum(old + random.normal(0.0, 0.6, 12), -0.05),
         old=old,
         recorded=old + random.normal(0.0, 0.5, 12),
         reference=old + random.normal(0.0, 0.3, 12),
@@ -72,9 +72,24 @@ def surrogate(ratio: Any, advantages: Any, dual: float) -> tuple[Any, Any]:
     return np.array(value), np.array(slope)
 
 
+CHOSEN = np.arange(12) % 4 == 1
+"""Tokens that a choice over the batch returned."""
+
+
 def restated(name: str, given: Numbers, dual: float) -> tuple[Any, Any]:
     """(value, derivative) of a built-in loss."""
     ratio = np.exp(given.current - given.old)
+    if name == "clip_cov":
+        value, slope = surrogate(ratio, given.advantages, dual)
+        return np.where(CHOSEN, 0.0, value), np.where(CHOSEN, 0.0, slope)
+    if name == "kl_cov":
+        gap, plain = given.current - given.old, -ratio * given.advantages
+        return plain + CHOSEN * np.abs(gap), plain + CHOSEN * np.sign(gap)
+    if name.startswith("dppo"):
+        columns = given.current, given.old, given.advantages
+        inside = np.array([not beyond(name, *one) for one in zip(*columns, strict=True)])
+        weight = -np.minimum(ratio, 20.0) * given.advantages * inside
+        return weight * given.current, weight
     if name == "gspo":
         return surrogate(np.exp(summed(given.current - given.old) / COUNTS), given.advantages, dual)
     if name == "sapo":
@@ -86,6 +101,15 @@ def restated(name: str, given: Numbers, dual: float) -> tuple[Any, Any]:
         weight = np.minimum(np.maximum(ratio, 1 - LOW), 1 + HIGH)
         return -weight * given.advantages * given.current, -weight * given.advantages
     return surrogate(ratio, given.advantages, dual)
+
+
+def beyond(name: str, current: float, old: float, advantage: float) -> bool:
+    """Whether DPPO leaves a token out: its divergence is beyond the bound, on the side that a step moves it to."""
+    p, q = math.exp(current), math.exp(old)
+    if name == "dppo_tv":
+        return p - q > 0.2 if advantage > 0 else q - p > 0.2
+    divergence = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    return divergence > 0.05 and (p > q if advantage > 0 else p < q)
 
 
 def found(objective: PolicyGradient, given: Numbers, *, entropy: float = 0.0) -> tuple[Any, Any, Any, Any]:
@@ -107,6 +131,7 @@ def found(objective: PolicyGradient, given: Numbers, *, entropy: float = 0.0) ->
             trajectory_gap=torch.from_numpy(summed(given.current - given.old)),
             trajectory_tokens=torch.from_numpy(COUNTS),
             importance=importance,
+            chosen=torch.from_numpy(CHOSEN),
         )
     )
     result.value.sum().backward()
@@ -120,7 +145,7 @@ def gradient(name: str, **options: Any) -> PolicyGradient:
     return PolicyGradient(LOW, HIGH, algorithm=algorithm, numbers=its, **options)
 
 
-BOUNDED = [name for name in BUILT_IN if name not in ("sapo", "cispo")]
+BOUNDED = [name for name in BUILT_IN if name not in ("sapo", "cispo", "kl_cov", "dppo_tv", "dppo_kl")]
 
 
 @each(("name", "dual"), [*((name, 0.0) for name in BUILT_IN), *((name, DUAL) for name in BOUNDED)])
@@ -132,6 +157,62 @@ def test_a_loss_and_its_derivative_are_those_of_the_formula(name: str, dual: flo
         np.testing.assert_allclose(value, wanted, rtol=1e-12)
         np.testing.assert_allclose(slope, wanted_slope, rtol=1e-12, atol=1e-15)
         assert not masked.any()
+
+
+def one_token(name: str, current: float, old: float, advantage: float) -> tuple[float, float, bool]:
+    """(loss, its derivative, whether it is clipped) of one token."""
+    algorithm, its = choose_algorithm(name)
+    logprobs = torch.tensor([math.log(current)], dtype=torch.float64, requires_grad=True)
+    old_logprobs, advantages = torch.tensor([math.log(old)]).double(), torch.tensor([advantage]).double()
+    mask = torch.ones(1, dtype=torch.bool)
+    tokens = Tokens(
+        logprobs=logprobs,
+        old=old_logprobs,
+        recorded=old_logprobs,
+        reference=None,
+        advantages=advantages,
+        trained=mask,
+        entropy=torch.zeros(1),
+    )
+    result = algorithm.loss(tokens, Clip(LOW, HIGH), *its)
+    result.value.sum().backward()
+    assert logprobs.grad is not None
+    return float(result.value.detach()), float(logprobs.grad), bool(result.clipped)
+
+
+@each(
+    ("name", "current", "old", "advantage", "slope"),
+    [
+        # An unlikely token may grow twentyfold, where a ratio of 1.28 would be the end.
+        ("dppo_tv", 0.02, 0.001, 1.0, -20.0),
+        ("dppo_kl", 0.02, 0.001, 1.0, -20.0),
+        # verl truncates the ratio at 20, prime-rl nowhere.
+        ("dppo_tv", 0.04, 0.001, 1.0, -20.0),
+        ("dppo_tv:0.2:0.2:100", 0.04, 0.001, 1.0, -40.0),
+        # A likely token may not, whose ratio of 1.6 PPO would cut only with a positive advantage.
+        ("dppo_tv", 0.8, 0.5, 1.0, 0.0),
+        ("dppo_kl", 0.8, 0.5, 1.0, 0.0),
+        ("dppo_tv", 0.8, 0.5, -1.0, 1.6),
+        ("dppo_kl", 0.8, 0.5, -1.0, 1.6),
+        ("dppo_tv", 0.25, 0.5, -1.0, 0.0),
+        ("dppo_kl", 0.25, 0.5, -1.0, 0.0),
+        ("dppo_tv", 0.25, 0.5, 1.0, -0.5),
+        # Bounds of each side.
+        ("dppo_tv:0.3:0.1:20", 0.25, 0.5, -1.0, 0.5),
+        ("dppo_tv:0.1:0.4:20", 0.8, 0.5, 1.0, -1.6),
+        # Certain tokens have no other one to compare.
+        ("dppo_kl", 1.0, 0.5, 1.0, 0.0),
+        ("dppo_kl", 1.0, 1.0, 1.0, -1.0),
+        ("dppo_kl", 0.5, 1.0, -1.0, 0.0),
+    ],
+)
+def test_dppo_leaves_out_what_moved_too_far_and_would_move_further(
+    name: str, current: float, old: float, advantage: float, slope: float
+) -> None:
+    value, found, clipped = one_token(name, current, old, advantage)
+    assert found == pytest.approx(slope, rel=1e-6)
+    assert value == pytest.approx(slope * math.log(current), rel=1e-6)
+    assert clipped == (slope == 0.0)
 
 
 @pytest.mark.parametrize("name", [name for name, one in BUILT_IN.items() if one.zero_at_zero])
@@ -261,6 +342,20 @@ REFUSED = [
     ({"trainer": {"algorithm": "gprpo"}}, r"trainer\.algorithm must be one of grpo, .*turnlog\.algorithms"),
     ({"trainer": {"algorithm": "sapo:1"}}, r"'sapo:1' must be sapo or sapo:POSITIVE:NEGATIVE"),
     ({"trainer": {"algorithm": "grpo:1"}}, r"'grpo:1' must be grpo"),
+    ({"trainer": {"algorithm": "sapo:0:1"}}, r"'sapo:0:1': POSITIVE and NEGATIVE must be above 0"),
+    ({"trainer": {"algorithm": "clip_cov:2:1:5"}}, r"'clip_cov:2:1:5': SHARE must be above 0 and at most 1"),
+    (
+        {"trainer": {"algorithm": "clip_cov:0.1:5:1"}},
+        r"trainer\.algorithm: 'clip_cov:0\.1:5:1': LOW must be below HIGH \(clip_cov:SHARE:LOW:HIGH\)",
+    ),
+    ({"trainer": {"algorithm": "kl_cov:0:1"}}, r"'kl_cov:0:1': SHARE must be above 0"),
+    ({"trainer": {"algorithm": "kl_cov:1:-1"}}, r"'kl_cov:1:-1': COEFFICIENT must not be negative"),
+    ({"trainer": {"algorithm": "dppo_tv:0:1:20"}}, r"'dppo_tv:0:1:20': LOW and HIGH must be above 0"),
+    ({"trainer": {"algorithm": "dppo_kl:1:1:0.5"}}, r"'dppo_kl:1:1:0\.5': MOST must be at least 1"),
+    (
+        {"trainer": {"normalize_importance": True}},
+        r"normalize_importance is true and trainer\.importance is none: .* set trainer\.importance to truncated or",
+    ),
     ({"trainer": {"algorithm": "gspo"}}, r"algorithm is gspo and batcher\.weighting is prompt: set .* to trajectory"),
     ({"trainer": {"algorithm": "dr_grpo"}}, r"algorithm is dr_grpo and fold\.estimator is grpo: set .* to dr_grpo"),
     (

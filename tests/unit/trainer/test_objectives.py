@@ -100,7 +100,10 @@ def test_decoupled_steps_of_a_draw_are_those_of_transformers_against_the_weights
     assert ours.metrics["ratio_max"] > 1.0
 
 
-@pytest.mark.parametrize("name", ["sapo", "cispo", "dual", "kl", "penalty"])
+@pytest.mark.parametrize(
+    "name",
+    ["sapo", "cispo", "dual", "kl", "penalty", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "normalized"],
+)
 def test_steps_of_a_draw_are_those_of_transformers_by_each_loss(name: str) -> None:
     objective, batches = OBJECTIVES[name], [segments(seed) for seed in range(3)]
     one, plain = learner_of(TINY, ONE, objective), Theirs(TINY, ONE, objective)
@@ -195,12 +198,13 @@ def test_a_token_that_its_engine_found_far_less_likely_does_not_take_the_step_ov
     found, wanted = stepped(objective, rows), stepped(objective, same)
     assert not found.skipped
     assert all(np.isfinite(list(found.metrics.values())))
-    if not algorithm.by_trajectory and name != "cispo":  # it has no gradient, whatever it adds to the loss
+    if name not in ("gspo", "cispo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl"):
+        # It has no gradient, whatever it adds to the loss. Others bound its weight, or the mean over the batch has it.
         assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-5)
     assert found.grad_norm < 100
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "sapo", "cispo"])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "sapo", "cispo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl"])
 def test_a_masked_token_stays_out_of_the_gradient_however_far_its_log_probs_are(name: str) -> None:
     algorithm = BUILT_IN[name]
     objective = PolicyGradient(
@@ -312,7 +316,7 @@ def test_whitened_advantages_are_whitened_with_the_divergence_in_the_reward(
     np.testing.assert_allclose(unwhitened.advantages[rows.starts + 1], earned, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gspo", "sapo", "cispo"])
+@pytest.mark.parametrize("name", ["gspo", "sapo", "cispo", "clip_cov", "kl_cov", "dppo_tv"])
 def test_microbatches_do_not_change_a_step(name: str) -> None:
     objective = PolicyGradient(0.05, 0.05, algorithm=BUILT_IN[name], numbers=tuple(BUILT_IN[name].arguments.values()))
     few, many = (stepped(objective, segments(3), microbatch_tokens=limit) for limit in (10_000, 80))

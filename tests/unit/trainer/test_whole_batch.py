@@ -1,0 +1,175 @@
+"""What an objective computes from the columns of a whole batch: tokens by covariance, and the mean of weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.each import each
+from tests.fakes.batches import synthetic_rows
+from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.settings import from_tables
+from turnlog.trainer.algorithms.covariance import BatchTokens, among_bounds, greatest
+from turnlog.trainer.algorithms.objective import ForwardPassResults, PolicyGradient
+from turnlog.trainer.algorithms.tokens import BUILT_IN
+from turnlog.trainer.plan import learning_plan
+
+ADVANTAGES = np.array([2.0, 2.0, 2.0, -2.0, -2.0, -2.0, 9.0])
+CURRENT = np.array([-1.0, -2.0, -3.0, -1.0, -2.0, -3.0, 9.0])
+COUNTED = np.array([True] * 6 + [False])
+COVARIANCES = [2.0, 0.0, -2.0, -2.0, 0.0, 2.0]
+"""(A - 0) (p + 2) of the six tokens that count, by hand."""
+
+
+def tokens(**other: Any) -> BatchTokens:
+    given: dict[str, Any] = {"current": CURRENT, "old": CURRENT, "advantages": ADVANTAGES, "counted": COUNTED}
+    return BatchTokens(**{**given, "low": 0.2, "high": 0.2, "seed": 0, "batch": 0, **other})
+
+
+def places(mask: Any) -> list[int]:
+    return np.flatnonzero(mask).tolist()
+
+
+def test_kl_cov_takes_the_tokens_of_the_greatest_covariance() -> None:
+    ranked = sorted(range(6), key=lambda place: -COVARIANCES[place])
+    for count in range(1, 7):
+        assert places(greatest(tokens(), count / 6 + 1e-9, 1.0)) == sorted(ranked[:count])
+    assert places(greatest(tokens(), 0.0002, 1.0)) == [0]
+
+
+def test_clip_cov_takes_tokens_between_its_bounds_that_the_ratio_leaves_in() -> None:
+    assert places(among_bounds(tokens(), 1.0, 1.0, 5.0)) == [0, 5]
+    assert places(among_bounds(tokens(), 1.0, -1.0, 1.0)) == [1, 4]
+    assert places(among_bounds(tokens(), 1.0, 2.0, 5.0)) == []
+    # Token 0 is likelier than before and gains from it, beyond the clip; token 5 is less likely, and loses from it.
+    moved = CURRENT + np.array([-0.3, 0, 0, 0, 0, 0, 0])
+    assert places(among_bounds(tokens(old=moved), 1.0, 1.0, 5.0)) == [5]
+    moved = CURRENT + np.array([0.3, 0, 0, 0, 0, 0, 0])
+    assert places(among_bounds(tokens(old=moved), 1.0, 1.0, 5.0)) == [0, 5]
+
+
+def test_clip_cov_draws_among_them_by_seed_and_batch_alone() -> None:
+    many: dict[str, Any] = {
+        "current": np.tile(CURRENT, 100),
+        "old": np.tile(CURRENT, 100),
+        "advantages": np.tile(ADVANTAGES, 100),
+        "counted": np.tile(COUNTED, 100),
+    }
+    first = among_bounds(tokens(**many), 0.1, 1.0, 5.0)
+    assert first.sum() == 60
+    assert set(np.flatnonzero(first) % 7) == {0, 5}
+    assert np.array_equal(first, among_bounds(tokens(**many), 0.1, 1.0, 5.0))
+    for other in ({"seed": 1}, {"batch": 1}):
+        assert 0 < (first & among_bounds(tokens(**many, **other), 0.1, 1.0, 5.0)).sum() < 60
+    # One token more between the bounds changes at most one choice.
+    many["advantages"] = many["advantages"].copy()
+    many["advantages"][1] = 2.0001
+    many["current"] = many["current"].copy()
+    many["current"][1] = -1.0
+    second = among_bounds(tokens(**many), 0.1, 1.0, 5.0)
+    assert (first ^ second).sum() <= 2
+
+
+def test_a_batch_without_a_token_that_counts_has_none_to_choose() -> None:
+    none = tokens(counted=np.zeros(7, bool))
+    assert not among_bounds(none, 1.0, -5.0, 5.0).any()
+    assert not greatest(none, 1.0, 1.0).any()
+
+
+def chosen(objective: PolicyGradient, rows: BatchRows, batch: int = 0) -> Any:
+    current = rows.logprobs + np.float32(0.01)
+    _, columns = objective.prepare(rows, ForwardPassResults(batch=batch), current)
+    assert columns.chosen is not None
+    assert columns.trajectory_gap is None
+    return columns.chosen.numpy()
+
+
+@pytest.mark.parametrize("spec", ["clip_cov:0.2:-9:9", "kl_cov:0.2:1"])
+def test_greedy_and_untrained_tokens_are_never_chosen(spec: str) -> None:
+    objective = learning_plan(from_tables({"trainer": {"algorithm": spec}}, {}, source="test")).objective
+    rows = synthetic_rows(0)
+    found = chosen(objective, rows)
+    assert objective.reads_current
+    assert found.sum() == int(0.2 * rows.trained.sum())
+    assert not found[rows.trained == 0].any()
+    row = int(np.repeat(np.arange(len(rows)), rows.lengths)[found][0])
+    greedy = rows.temperature.copy()
+    greedy[row] = 0.0
+    without = chosen(objective, dataclasses.replace(rows, temperature=greedy))
+    start, length = int(rows.starts[row]), int(rows.lengths[row])
+    assert not without[start : start + length].any()
+
+
+def test_the_settings_and_the_number_of_the_batch_decide_what_is_drawn() -> None:
+    rows = synthetic_rows(0)
+
+    def of(seed: int) -> PolicyGradient:
+        tables = {"trainer": {"algorithm": "clip_cov:0.2:-9:9", "seed": seed}}
+        return learning_plan(from_tables(tables, {}, source="test")).objective
+
+    first = chosen(of(1), rows, 3)
+    assert np.array_equal(first, chosen(of(1), rows, 3))
+    assert not np.array_equal(first, chosen(of(2), rows, 3))
+    assert not np.array_equal(first, chosen(of(1), rows, 4))
+
+
+@each("name", ["clip_cov", "kl_cov"])
+def test_no_group_is_left_out_of_the_means(name: str) -> None:
+    algorithm = BUILT_IN[name]
+    objective = PolicyGradient(algorithm=algorithm, numbers=tuple(algorithm.arguments.values()))
+    rows = synthetic_rows(0)
+    still = dataclasses.replace(rows, advantages=np.zeros_like(rows.advantages))
+    assert objective.rows_to_compute(still) is still
+    assert len(PolicyGradient().rows_to_compute(still)) < len(still)
+
+
+LOW, HIGH = 0.9, 1.1
+
+
+def normalized(**options: Any) -> PolicyGradient:
+    return PolicyGradient(
+        logprobs="recomputed", importance_low=LOW, importance_high=HIGH, normalize_importance=True, **options
+    )
+
+
+@each("importance", ["truncated", "masked"])
+@each(("level", "spread"), [("token", 0.1), ("product", 0.02), ("geometric", 0.7)])
+def test_the_mean_of_weights_is_over_the_batch(importance: str, level: str, spread: float) -> None:
+    objective = normalized(importance=importance, importance_level=level)
+    rows = synthetic_rows(0, segments=2)
+    greedy = rows.temperature.copy()
+    greedy[-1] = 0.0
+    rows = dataclasses.replace(rows, temperature=greedy)
+    gaps = np.random.default_rng(1).normal(0.0, spread, len(rows.token_ids)).astype("f4")
+    proximal = (rows.logprobs + gaps) * rows.trained
+    _, columns = objective.prepare(rows, ForwardPassResults(proximal=proximal), None)
+    sessions = np.repeat(np.asarray(rows.session_ids), rows.lengths)
+    at_temperature = np.repeat(rows.temperature > 0, rows.lengths)
+    weights = []
+    for session in sorted(set(sessions)):
+        own = (sessions == session) & (rows.trained == 1)
+        gap = (proximal.astype("f8") - rows.logprobs)[own]
+        whole = {"product": gap.sum(), "geometric": gap.mean()}.get(level)
+        if whole is None:
+            weights += np.exp(gap[at_temperature[own]]).tolist()
+        elif at_temperature[own].any():
+            weights.append(float(np.exp(whole)))
+    within = [min(max(one, LOW), HIGH) for one in weights if importance == "truncated" or LOW <= one <= HIGH]
+    assert any(not LOW <= one <= HIGH for one in weights)
+    assert columns.importance_mean == pytest.approx(sum(within) / len(within), rel=1e-6)
+    assert columns.importance_mean != 1.0
+
+
+def test_normalized_weights_need_their_pass_and_all_groups_and_change_nothing_else() -> None:
+    objective = normalized(importance="truncated")
+    assert objective.passes(1) == {"proximal"}
+    assert dataclasses.replace(objective, normalize_importance=False).passes(1) == frozenset()
+    rows = synthetic_rows(0)
+    still = dataclasses.replace(rows, advantages=np.zeros_like(rows.advantages))
+    assert objective.rows_to_compute(still) is still
+    nothing = dataclasses.replace(rows, temperature=np.zeros_like(rows.temperature))
+    _, columns = objective.prepare(nothing, ForwardPassResults(proximal=rows.logprobs), None)
+    assert columns.importance_mean == 1.0
