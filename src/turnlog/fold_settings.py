@@ -73,10 +73,11 @@ class FoldSettings:
     mean_outside:LOW:HIGH."""
     reward_transforms: Annotated[
         tuple[str, ...],
-        Offered(EntryPointGroup.REWARD_TRANSFORMS, ("scale", "shift", "clip", "threshold")),
+        Offered(EntryPointGroup.REWARD_TRANSFORMS, ("scale", "shift", "clip", "threshold", "overlong")),
         Since("v2", before=()),
     ] = ()
-    """Transforms applied to each reward, in order: scale:FACTOR, shift:OFFSET, clip:LOW:HIGH, threshold:LEAST."""
+    """Transforms applied to each reward, in order: scale:FACTOR, shift:OFFSET, clip:LOW:HIGH, threshold:LEAST,
+    overlong:LONGEST:BUFFER:PENALTY (a penalty that rises in the last BUFFER tokens before LONGEST; docs/folds.md)."""
     truncated: Literal["train", "mask_last_turn", "exclude"] = "train"
     """Training of a session that hit a limit. train: all of its turns. mask_last_turn: all but the last turn. exclude:
     none."""

@@ -67,24 +67,26 @@ def trajectory(tree: SessionTree, transforms: Sequence[ChosenTransform], role: s
     BrokenMethod.
     """
     session, main, of = tree.session, tree.lineages.main, tree.lineages.of
-    steps = session.steps
+    steps, orders = session.steps, acted_on(tree, role)
+    lengths = [len(tree.turns[order].tokens.output) for order in orders]
     turns = tuple(
         TurnReward(
-            _transform_reward(steps.get(tree.turns[order].id), transforms) if steps else 0.0,
+            _transform_reward(steps.get(tree.turns[order].id), length, transforms) if steps else 0.0,
             tree.lineages.leads(order) if role else of[order] == main,
         )
-        for order in acted_on(tree, role)
+        for order, length in zip(orders, lengths, strict=True)
     )
     verdict = session.reward_of(role)
     if verdict is None:
         return Trajectory(math.fsum(turn.reward for turn in turns), 0.0, turns)
-    final = _transform_reward(verdict, transforms)
+    final = _transform_reward(verdict, sum(lengths), transforms)
     return Trajectory(final, final, turns)
 
 
-def _transform_reward(reward: float | None, transforms: Sequence[ChosenTransform]) -> float:
+def _transform_reward(reward: float | None, tokens: int, transforms: Sequence[ChosenTransform]) -> float:
+    """Return the transformed reward of a turn or trajectory of so many sampled tokens; 0 without one."""
     if reward is None:
         return 0.0
     for transform in transforms:
-        reward = transform(reward)
+        reward = transform(reward, tokens)
     return reward

@@ -63,9 +63,12 @@ class ChosenTransform:
         """Label in GroupScored: name/version:numbers."""
         return _label(self.transform, self.arguments)
 
-    def __call__(self, reward: float) -> float:
-        """Return the transformed reward. Raises BrokenMethod if it is not a finite number."""
-        value = float(self.transform.transform(reward, *self.arguments))
+    def __call__(self, reward: float, tokens: int) -> float:
+        """Return the transformed reward of what `tokens` sampled tokens earned. Raises BrokenMethod if it is not a
+        finite number.
+        """
+        read = (reward, tokens) if self.transform.reads_tokens else (reward,)
+        value = float(self.transform.transform(*read, *self.arguments))
         if not math.isfinite(value):
             raise BrokenMethod(f"reward transform {self.label}", f"makes {value} of the reward {reward}")
         return value
@@ -169,6 +172,8 @@ def _check_count(method: GroupFilter | RewardTransform, arguments: Sequence[floa
     if len(arguments) != len(method.arguments):
         wanted = ":".join([method.name, *(name.upper() for name in method.arguments)])
         raise SettingsError(f"{key}: {spec!r} must be {wanted}, numbers in place of the capitals")
+    if isinstance(method, RewardTransform) and method.fault and (fault := method.fault(*arguments)):
+        raise SettingsError(f"{key}: {spec!r}: {fault} ({':'.join([method.name, *map(str.upper, method.arguments)])})")
 
 
 def _unknown(key: str, name: str, group: str, known: Mapping[str, Method]) -> SettingsError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.each import each
 from turnlog.processors.core.batches.draws import PlacedSample, ReadableGroup, draw_rules, form_draw
+from turnlog.processors.core.methods.reward_transforms import overlong
 from turnlog.processors.core.methods.rules import BUILT_IN, FoldRules, fold_rules
 from turnlog.processors.core.views.progress import HeldVersion
 from turnlog.schemas.events import Expects, GroupStatus, Outcome, RewardFailed, StepRewardAssigned, Verifier
@@ -188,6 +190,74 @@ def test_transforms_change_advantages_and_not_what_the_verifier_said(story):
     assert [sample.reward for sample in folded.samples] == [6.0, 1.0]
     assert [rollout.reward for rollout in folded.score.rollouts] == [6.0, 1.0]
     assert (folded.score.baseline, folded.score.reward_transforms) == (0.75, ("clip/1:0:2", "scale/1:0.5"))
+
+
+@each(
+    ("length", "penalty"),
+    [
+        (0, 0),
+        (1, 0),
+        (16384, 0),
+        (16385, Fraction(1, 4096)),
+        (18432, Fraction(1, 2)),
+        (20480, 1),
+        (20481, 1),
+        (10**6, 1),
+    ],
+)
+def test_an_overlong_response_loses_what_dapo_takes_off(length, penalty):
+    """Equation 13 with the lengths of its authors: 20,480 tokens, of which 4,096 are punished."""
+    assert Fraction(overlong(1.0, length, 20480, 4096, 1)) == 1 - penalty
+    assert Fraction(overlong(0.5, length, 20480, 4096, 0.25)) == Fraction(1, 2) - Fraction(penalty) / 4
+
+
+SHAPED = {"estimator": "dr_grpo", "reward_transforms": ("overlong:8:4:1",)}
+
+
+def test_a_response_is_what_the_policy_sampled_in_all_turns_that_the_agent_acted_on(story):
+    s = story(size=3)
+    s.turn("a", 0, "a long prompt", "ABCD")
+    s.turn("b", 0, "q", "ABC")
+    s.turn("b", 1, "qABC and what a tool said", "DEF", base=0)
+    s.turn("c", 0, "q", "ABC")
+    s.turn("c", 1, "qABCr", "DEFGHIJKL", base=0, aborted=True)
+    s.turn("c", 2, "qABCr", "DEFG", base=0)
+    for session in "abc":
+        s.end(session, reward=1.0)
+    folded = s.fold(replace(RULES, **SHAPED))
+    shaped = {"a": 1.0, "b": 0.5, "c": 0.25}  # 4, 6 and 7 tokens, of which the last 4 before 8 are punished
+    mean = sum(shaped.values()) / 3
+    assert {one.session_id: one.advantage for one in folded.samples} == pytest.approx(
+        {session: reward - mean for session, reward in shaped.items()}
+    )
+    assert [rollout.reward for rollout in folded.score.rollouts] == [1.0] * 3
+    assert folded.score.reward_transforms == ("overlong/1:8:4:1",)
+    assert folded.score.status is GroupStatus.trained
+
+
+def test_equal_rewards_of_other_lengths_are_no_zero_variance_and_the_order_of_transforms_counts(story):
+    def of(*transforms):
+        s = story(size=2)
+        for session, output in (("a", "A"), ("b", "ABCDEFGH")):
+            s.turn(session, 0, "q", output)
+            s.end(session, reward=1.0)
+        return s.fold(replace(RULES, **{**SHAPED, "reward_transforms": transforms}, zero_variance="discard")).score
+
+    assert of().reason == "zero_variance"
+    assert of("overlong:8:4:1").status is GroupStatus.trained
+    assert of("overlong:8:4:1", "threshold:0").reason == "zero_variance"
+
+
+def test_a_step_reward_is_shaped_by_the_length_of_its_turn(story):
+    s = story(size=2)
+    for session, output in (("a", "ABCDEF"), ("b", "A")):
+        s.turn(session, 0, "q", output)
+        s.turn(session, 1, f"q{output}r", "B", base=0)
+        step_reward(s, session, 0, 1.0)
+        s.end(session, reward=0.0)
+    folded = s.fold(replace(STEP, reward_transforms=("overlong:8:4:1",)))
+    # To go: 0.5 for 6 tokens, and less 0.75 for the 7 of the whole trajectory of a; 1 for b.
+    assert turn_advantages(folded) == {("a", 0): -0.625, ("a", 1): -0.375, ("b", 0): 0.625, ("b", 1): 0.375}
 
 
 # Step rewards

@@ -61,6 +61,16 @@ def test_the_settings_list_what_is_built_in():
         ({"group_filters": ("zero_variance:1",)}, r"'zero_variance:1' must be zero_variance, "),
         ({"reward_transforms": ("scale:half",)}, r"'scale:half' must be a name and its numbers"),
         ({"reward_transforms": ("scale:nan",)}, r"'scale:nan' must be a name and its numbers"),
+        (
+            {"reward_transforms": ("overlong:20480:4096",)},
+            r"fold.reward_transforms: 'overlong:20480:4096' must be overlong:LONGEST:BUFFER:PENALTY",
+        ),
+        (
+            {"reward_transforms": ("overlong:8:9:1",)},
+            r"fold.reward_transforms: 'overlong:8:9:1': BUFFER must be above 0 and at most LONGEST \(overlong:LONGEST:",
+        ),
+        ({"reward_transforms": ("overlong:8:0:1",)}, r"'overlong:8:0:1': BUFFER must be above 0"),
+        ({"reward_transforms": ("overlong:8:4:-1",)}, r"'overlong:8:4:-1': PENALTY must not be negative"),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_name_with_what_is_legal(fold, said):

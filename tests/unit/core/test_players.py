@@ -66,6 +66,18 @@ def test_players_are_compared_with_the_same_player_of_the_other_rollouts(story):
     assert accounts(s, folded).balance
 
 
+def test_the_length_of_a_players_response_is_its_own(story):
+    s = story(size=2)
+    for session, white in (("a", "WWW"), ("b", "W")):
+        game(s, session, white=white)
+        s.end_game(session, white=1.0, black=1.0)
+    folded = s.fold(replace(RULES, reward_transforms=("overlong:8:4:1",)))
+    # White samples 6 and 2 tokens, black 1 in each: the last 4 before 8 are punished.
+    assert advantages(folded) == {
+        ("a", "white"): -0.25, ("a", "black"): 0.0, ("b", "white"): 0.25, ("b", "black"): 0.0,
+    }  # fmt: skip
+
+
 def test_a_session_waits_for_the_reward_of_each_of_its_players(story):
     s = story()
     game(s, "a")

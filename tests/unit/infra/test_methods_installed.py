@@ -57,7 +57,7 @@ def test_a_users_methods_are_chosen_by_the_settings_that_name_them() -> None:
     assert (rules.formula.label, rules.least_valid) == ("best/3", 4)
     assert [chosen.label for chosen in rules.filters] == ["loud/1:3"]
     assert [chosen.label for chosen in rules.transforms] == ["square/2", "clip/1:0:9"]
-    assert rules.transforms[0](3.0) == 9.0
+    assert rules.transforms[0](3.0, 0) == 9.0
     group = [Trajectory(1.0), Trajectory(2.0), Trajectory(2.0), Trajectory(0.0)]
     found = estimate(rules.formula, group, rules.options)
     assert found.values == (0.0, 1.0, 1.0, 0.0)
