@@ -208,7 +208,7 @@ def learning_plan(settings: Settings, *, cuda: bool | None = None) -> LearningPl
     if trainer.sequence_parallel and trainer.tensor_parallel == 1:
         raise SettingsError("trainer.sequence_parallel needs tensor_parallel above 1")
     weights = Path(trainer.initial_weights or settings.model.path)
-    objective = _objective(trainer)
+    objective = _objective(settings)
     check_wants(settings, objective.algorithm.name, objective.algorithm.wants, "settings")
     return LearningPlan(
         model=Path(settings.model.path),
@@ -344,7 +344,8 @@ def check_unchanged(before: Mapping[str, str], plan: LearningPlan, where: str) -
     log.warning("continuing from %s with other settings: %s", where, ", ".join(changed))
 
 
-def _objective(trainer: TrainerSettings) -> PolicyGradient:
+def _objective(settings: Settings) -> PolicyGradient:
+    trainer = settings.trainer
     algorithm, numbers = choose_algorithm(trainer.algorithm)
     auxiliary, auxiliary_numbers = chosen_auxiliary(trainer.auxiliary)
     return PolicyGradient(
@@ -362,6 +363,8 @@ def _objective(trainer: TrainerSettings) -> PolicyGradient:
         kl=trainer.kl,
         kl_coefficient=trainer.kl_coefficient,
         kl_in=trainer.kl_in,
+        estimator=settings.fold.estimator,
+        std_ddof=settings.fold.std_ddof,
         entropy_coefficient=trainer.entropy_coefficient,
         critic=_critic(trainer) if algorithm.critic else None,
         teacher=trainer.teacher_coefficient if trainer.teacher else None,

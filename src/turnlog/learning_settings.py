@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -74,8 +74,9 @@ class LearningSettings:
     kl_coefficient: Bound = 0.0
     """Coefficient of the KL divergence; at 0 it is only measured."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Place of the KL divergence. loss: added to the loss of each token. reward: subtracted from the advantages, summed
-    from each token to the end of its segment."""
+    """Place of the KL divergence. loss: added to the loss of each token. reward: subtracted from the reward of each
+    trajectory before the estimator compares it with others; under one that compares none, from the advantage of each
+    token, summed from it to the end of its segment."""
     reference: str = ""
     """Hugging Face folder of the reference model; empty means the weights that training began with."""
     teacher: str = ""
@@ -163,13 +164,27 @@ def check_learning(settings: object, learning: LearningSettings, source: str) ->
             f"{source}: trainer.{key} is set and trainer.kl is none: set trainer.kl to k1, k2 or k3, or unset "
             f"trainer.{key}"
         )
+    transforms = value_in(settings, "fold.reward_transforms")
+    in_reward = learning.kl != "none" and learning.kl_coefficient and learning.kl_in == "reward"
+    if in_reward and transforms and value_in(settings, "fold.estimator") == "grpo":
+        raise SettingsError(
+            f"{source}: trainer.kl_in is reward, fold.estimator is grpo and fold.reward_transforms is "
+            f"{', '.join(transforms)}: the deviation is that of transformed rewards less their divergence, and batches "
+            "have the rewards before they are transformed; set trainer.kl_in to loss, fold.estimator to dr_grpo or "
+            "rloo, or transform rewards in the verifier"
+        )
+
+
+def value_in(settings: object, key: str) -> Any:
+    """Return the value of `section.key` in the settings."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(settings, section), name)
 
 
 def check_wants(settings: object, algorithm: str, wants: Wants, source: str) -> None:
     """Raise SettingsError if a value in `settings` is not one that the algorithm is defined with."""
     for key, legal in wants.items():
-        section, _, name = key.partition(".")
-        found = str(getattr(getattr(settings, section), name))
+        found = str(value_in(settings, key))
         if found not in legal:
             raise SettingsError(
                 f"{source}: trainer.algorithm is {algorithm} and {key} is {found}: set {key} to {' or '.join(legal)}, "

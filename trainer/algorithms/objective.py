@@ -8,6 +8,8 @@ over microbatches and ranks, and in whatever order.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, Protocol
 
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.batches.weighting import EPSILON, Whitening
+from turnlog.processors.core.methods.estimators import Advantages, dr_grpo, grpo, rloo
 from turnlog.trainer.algorithms.covariance import BatchTokens
 from turnlog.trainer.algorithms.tokens import (
     BUILT_IN,
@@ -182,6 +185,12 @@ class PolicyGradient:
     kl_coefficient: float = 0.0
     kl_in: str = "loss"
     """loss | reward: where the divergence is charged."""
+    estimator: str = ""
+    """[fold] estimator, which decides how a divergence in the reward changes advantages; "" for one that compares no
+    trajectories.
+    """
+    std_ddof: int = 1
+    """[fold] std_ddof."""
     entropy_coefficient: float = 0.0
     critic: CriticRules | None = None
     teacher: float | None = None
@@ -292,7 +301,8 @@ class PolicyGradient:
             **found.measures,
         }
         if self.importance != "none":
-            weight = (tokens.old - tokens.recorded if tokens.importance is None else tokens.importance).exp()
+            gap = tokens.old - tokens.recorded if tokens.importance is None else tokens.importance
+            weight = gap.clamp(-LOG_RATIO, LOG_RATIO).exp()
             measures |= {"importance": Measure(weight), "importance_max": Measure(weight, "max")}
             within = weight.clamp(self.importance_low, self.importance_high)
             value = value * within / tokens.importance_mean
@@ -321,7 +331,8 @@ class PolicyGradient:
         """
         if not self.normalize_importance or self.importance == "none" or proximal is None:
             return 1.0
-        raw = np.exp(proximal.astype("f8") - rows.logprobs if importance is None else importance)
+        gaps = proximal.astype("f8") - rows.logprobs if importance is None else importance
+        raw = np.exp(gaps.clip(-LOG_RATIO, LOG_RATIO))
         weights = raw.clip(self.importance_low, self.importance_high)
         counted = _tokens_at_temperature(rows)
         if self.importance == "masked":
@@ -360,15 +371,26 @@ class PolicyGradient:
         return weights
 
     def _with_penalty(self, rows: BatchRows, numbers: ForwardPassResults) -> BatchRows:
-        """Subtract from each advantage the divergence to go: from the token to the end of its segment.
+        """Subtract the divergence from rewards, and return the rows with the advantages that follow.
 
-        Advantages that were whitened are first scaled back, up to a constant offset, and whitened again after the
-        subtraction.
+        Under an estimator that compares trajectories, the reward of a trajectory is reduced by the divergence of all of
+        its trained tokens, before baseline and deviation are computed over the trajectories in the batch. Under any
+        other, each token's advantage is reduced by the divergence to go: from the token to the end of its segment.
+        Advantages that were whitened are first scaled back, up to a constant offset, and whitened again afterwards.
         """
-        parts = np.split(self._penalty(rows, numbers), rows.starts[1:])
-        to_go = np.concatenate([np.cumsum(part[::-1])[::-1] for part in parts])
-        scale = 1.0 if numbers.whitening_std is None else numbers.whitening_std + EPSILON
-        advantages = rows.advantages.astype("f8") * scale - to_go
+        penalty = self._penalty(rows, numbers)
+        whole = _sum_by_trajectory(rows, penalty)[rows.starts]
+        advantages = rows.advantages.astype("f8")
+        if self.estimator == "grpo":
+            deviating = functools.partial(grpo, ddof=self.std_ddof)
+            advantages = np.repeat(_compare_by_group(rows, rows.rewards - whole, deviating), rows.lengths)
+        elif (centre := CENTRES.get(self.estimator)) is not None:  # linear: f(r - d) = f(r) - f(d)
+            costs = np.repeat(_compare_by_group(rows, whole, centre), rows.lengths)
+            advantages = advantages * _scale(numbers) - costs
+        else:
+            parts = np.split(penalty, rows.starts[1:])
+            to_go = np.concatenate([np.cumsum(part[::-1])[::-1] for part in parts])
+            advantages = advantages * _scale(numbers) - to_go
         if numbers.whitening_std is not None:
             at = advantages[rows.trained == 1]
             advantages = Whitening(float(at.mean()), float(at.std())).apply(advantages)
@@ -420,6 +442,34 @@ def estimate(kind: str, logprobs: torch.Tensor, reference: torch.Tensor) -> torc
         return gap.square() / 2
     gap = gap.clamp(-LOG_RATIO, LOG_RATIO)
     return (-gap).exp() - 1.0 + gap
+
+
+CENTRES: Mapping[str, Callable[[Sequence[float]], Advantages]] = {
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_pp_baseline": dr_grpo,
+}
+"""Estimators that subtract a mean over the group, before any whitening, and divide by no deviation."""
+
+
+def _scale(numbers: ForwardPassResults) -> float:
+    """Return what whitened advantages are multiplied by to be rewards again."""
+    return 1.0 if numbers.whitening_std is None else numbers.whitening_std + EPSILON
+
+
+def _compare_by_group(
+    rows: BatchRows, values: NDArray[np.float64], estimate: Callable[[Sequence[float]], Advantages]
+) -> NDArray[np.float64]:
+    """Return [n] the advantages of the trajectories of each group, whose `values` [n] are repeated at their rows."""
+    members: dict[str, dict[str, float]] = {}
+    for group, session, value in zip(rows.group_ids, rows.session_ids, values.tolist(), strict=True):
+        members.setdefault(group, {})[session] = value
+    found = {
+        session: advantage
+        for own in members.values()
+        for session, advantage in zip(own, estimate(list(own.values())).values, strict=True)
+    }
+    return np.array([found[session] for session in rows.session_ids])
 
 
 LEAST_MEAN = 1e-8

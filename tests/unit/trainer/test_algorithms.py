@@ -386,6 +386,13 @@ REFUSED = [
         {"trainer": {"importance": "masked", "logprobs": "recomputed", "importance_low": 2.0}},
         r"trainer\.importance_low 2 must be below trainer\.importance_high 2",
     ),
+    (
+        {
+            "trainer": {"kl": "k1", "kl_in": "reward", "kl_coefficient": 0.1},
+            "fold": {"reward_transforms": ["clip:0:1"]},
+        },
+        r"kl_in is reward, fold\.estimator is grpo and fold\.reward_transforms is clip:0:1: .* set",
+    ),
     ({"trainer": {"kl_coefficient": 0.1}}, r"trainer\.kl_coefficient is set and trainer\.kl is none"),
     ({"trainer": {"reference": "base"}}, r"trainer\.reference is set and trainer\.kl is none: set trainer\.kl to k1"),
 ]

@@ -202,6 +202,8 @@ def test_books_that_do_not_balance_stop_the_step() -> None:
     trained[0] = 1
     with pytest.raises(BooksOff):
         learner.step(dataclasses.replace(rows, trained=trained), imitation, 1e-2)
+    with pytest.raises(BooksOff, match="the batch has no rows"):
+        learner.step(rows.among(np.zeros(len(rows), bool)), imitation, 1e-2)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in learner.export().items())
 
 

@@ -316,6 +316,18 @@ def test_whitened_advantages_are_whitened_with_the_divergence_in_the_reward(
     np.testing.assert_allclose(unwhitened.advantages[rows.starts + 1], earned, rtol=1e-5)
 
 
+@pytest.mark.parametrize("importance", ["truncated", "masked"])
+@pytest.mark.parametrize("level", ["token", "product", "geometric"])
+def test_weights_of_tokens_that_their_engine_found_far_less_likely_are_finite(importance: str, level: str) -> None:
+    objective = dataclasses.replace(DECOUPLED, importance=importance, importance_level=level, normalize_importance=True)
+    one = learner()
+    rows, _ = far(segments(0), 2, 120.0, -1.0)
+    found = one.step(rows, objective, 1e-3, ForwardPassResults(proximal=one.logprobs(rows)))
+    assert not found.skipped
+    assert all(np.isfinite(list(found.metrics.values())))
+    assert found.metrics["importance_max"] > 1.05
+
+
 @pytest.mark.parametrize("name", ["gspo", "sapo", "cispo", "clip_cov", "kl_cov", "dppo_tv"])
 def test_microbatches_do_not_change_a_step(name: str) -> None:
     objective = PolicyGradient(0.05, 0.05, algorithm=BUILT_IN[name], numbers=tuple(BUILT_IN[name].arguments.values()))

@@ -1,4 +1,5 @@
-"""What an objective computes from the columns of a whole batch: tokens by covariance, and the mean of weights."""
+"""What an objective computes from the columns of a whole batch: tokens by covariance, the mean of weights, and
+advantages of rewards less their divergence."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import pytest
 from tests.each import each
 from tests.fakes.batches import synthetic_rows
 from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.processors.core.batches.weighting import Whitening, whitening
 from turnlog.settings import from_tables
 from turnlog.trainer.algorithms.covariance import BatchTokens, among_bounds, greatest
 from turnlog.trainer.algorithms.objective import ForwardPassResults, PolicyGradient
@@ -173,3 +175,71 @@ def test_normalized_weights_need_their_pass_and_all_groups_and_change_nothing_el
     nothing = dataclasses.replace(rows, temperature=np.zeros_like(rows.temperature))
     _, columns = objective.prepare(nothing, ForwardPassResults(proximal=rows.logprobs), None)
     assert columns.importance_mean == 1.0
+
+
+def reference_advantages(estimator: str, rewards: list[float]) -> list[float]:
+    """What an estimator makes of the rewards of one group, before any whitening."""
+    count, mean = len(rewards), sum(rewards) / len(rewards)
+    if estimator == "rloo":
+        return [reward - (sum(rewards) - reward) / (count - 1) for reward in rewards]
+    deviation = (sum((reward - mean) ** 2 for reward in rewards) / (count - 1)) ** 0.5 + 1e-6
+    return [(reward - mean) / (deviation if estimator == "grpo" else 1.0) for reward in rewards]
+
+
+@pytest.mark.parametrize(("estimator", "wanted"), [("grpo", 0.7071057), ("rloo", 0.9), ("dr_grpo", 0.45)])
+def test_a_divergence_in_the_reward_is_part_of_what_a_group_compares(estimator: str, wanted: float) -> None:
+    """Rewards 1 and 0, one token each with log p/q of 1 and 0, beta 0.1: the rewards become 0.9 and 0."""
+    tables: dict[str, Any] = {"kl": "k1", "kl_coefficient": 0.1, "kl_in": "reward"}
+    algorithm = {"rloo": "rloo"}.get(estimator, "grpo")
+    settings = from_tables(
+        {"trainer": tables | {"algorithm": algorithm}, "fold": {"estimator": estimator}}, {}, source=""
+    )
+    objective = learning_plan(settings).objective
+    rows = synthetic_rows(0, rows=2)
+    trained = np.zeros_like(rows.trained)
+    trained[rows.starts + 1] = 1
+    before = np.zeros(len(rows.token_ids), "<f4")
+    before[rows.starts + 1] = reference_advantages(estimator, [1.0, 0.0])
+    rows = dataclasses.replace(
+        rows, trained=trained, advantages=before, rewards=np.array([1.0, 0.0], "<f4"), group_ids=("g", "g")
+    )
+    proximal = np.zeros(len(rows.token_ids), "<f4")
+    proximal[rows.starts[0] + 1] = 1.0
+    found, _ = objective.prepare(rows, ForwardPassResults(proximal, np.zeros_like(proximal)), None)
+    np.testing.assert_allclose(found.advantages[rows.starts + 1], [wanted, -wanted], rtol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "dr_grpo", "reinforce_pp_baseline"])
+def test_the_divergence_of_a_trajectory_is_that_of_all_its_segments(estimator: str) -> None:
+    objective = PolicyGradient(kl="k2", kl_coefficient=0.3, kl_in="reward", estimator=estimator)
+    rows, random = synthetic_rows(4, segments=2), np.random.default_rng(4)
+    rows = dataclasses.replace(rows, group_ids=tuple(f"g{row * 2 // len(rows)}" for row in range(len(rows))))
+    noise = random.normal(0.0, 0.4, len(rows.token_ids)).astype("f4") * rows.trained
+    sessions, groups = np.asarray(rows.session_ids), np.asarray(rows.group_ids)
+    earned = {session: float(random.integers(0, 3)) for session in sorted(set(sessions))}
+    rows = dataclasses.replace(rows, rewards=np.array([earned[session] for session in sessions], "<f4"))
+
+    def of(rewards: dict[str, float]) -> np.ndarray[Any, Any]:
+        made: dict[str, float] = {}
+        for group in sorted(set(groups)):
+            members = sorted(set(sessions[groups == group]))
+            numbers = reference_advantages(estimator, [rewards[member] for member in members])
+            made |= dict(zip(members, numbers, strict=True))
+        return np.repeat([made[session] for session in sessions], rows.lengths) * rows.trained
+
+    def white(advantages: np.ndarray[Any, Any]) -> Whitening | None:
+        return whitening([advantages[rows.trained == 1]]) if estimator == "reinforce_pp_baseline" else None
+
+    before, mark = of(earned), rows.trained == 1
+    told = white(before)
+    given = before if told is None else np.where(mark, told.apply(before), 0.0)
+    numbers = ForwardPassResults(noise, np.zeros_like(noise), whitening_std=None if told is None else told.std)
+    found, _ = objective.prepare(dataclasses.replace(rows, advantages=given.astype("<f4")), numbers, None)
+    costs = {
+        session: 0.15 * float((noise[np.repeat(sessions == session, rows.lengths)] ** 2).sum()) for session in earned
+    }
+    shaped = of({session: earned[session] - costs[session] for session in earned})
+    after = white(shaped)
+    wanted = shaped if after is None else np.where(mark, after.apply(shaped), 0.0)
+    np.testing.assert_allclose(found.advantages, wanted, rtol=2e-4, atol=2e-5)
+    assert np.abs(wanted - given).max() > 0.05
