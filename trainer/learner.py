@@ -156,8 +156,7 @@ class Learner:
             self.policy.step(learning_rate)
         if _malloc_trim is not None:
             _malloc_trim(0)
-        result = totals.result(grad_norm, skipped=not finite, more=metrics)
-        return dataclasses.replace(result, tokens=tokens)
+        return dataclasses.replace(totals.result(grad_norm, skipped=not finite, more=metrics), tokens=tokens)
 
     @mcore.quiet()
     def measure(self, rows: BatchRows, objective: Objective, numbers: ForwardPassResults = NONE) -> StepResult:
@@ -260,6 +259,7 @@ class Learner:
     def _prepare_rows(
         self, rows: BatchRows, objective: Objective, numbers: ForwardPassResults
     ) -> tuple[BatchRows, Columns]:
+        numbers = dataclasses.replace(numbers, masked=self._out(rows))
         return objective.prepare(rows, numbers, self.logprobs(rows) if objective.reads_current else None)
 
     def _run(

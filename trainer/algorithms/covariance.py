@@ -27,7 +27,7 @@ class BatchTokens:
     """Log-probs in the denominator of ratios."""
     advantages: Floats
     counted: Mask
-    """True for tokens that train and were sampled at a temperature."""
+    """True for tokens that train, except in rows that the step masks."""
     low: float
     """[trainer] clip_low."""
     high: float

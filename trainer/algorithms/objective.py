@@ -63,6 +63,8 @@ class ForwardPassResults:
     """
     batch: int = 0
     """Number of the batch, from which random choices are drawn."""
+    masked: NDArray[np.bool_] | None = None
+    """[n] whether the step masks all tokens of the row; None: of no row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +268,10 @@ class PolicyGradient:
             importance = _sum_by_trajectory(rows, proximal - rows.logprobs)
             if self.importance_level == "geometric":
                 importance = importance / np.maximum(1.0, _sum_by_trajectory(rows, np.ones_like(proximal)))
-        mean = self._importance_mean(rows, proximal, importance)
+        counted = rows.trained == 1
+        if numbers.masked is not None:
+            counted &= ~np.repeat(numbers.masked, rows.lengths)
+        mean = self._importance_mean(rows, counted, proximal, importance)
         lesson = None
         if self.critic is not None:
             rows, lesson = self._apply_critic(rows, numbers, self.critic)
@@ -283,7 +288,7 @@ class PolicyGradient:
             trajectory_tokens=None if counts is None else _column(np.maximum(1.0, counts)),
             importance=_column(importance),
             importance_mean=mean,
-            chosen=self._choose_tokens(rows, current, old, numbers.batch),
+            chosen=self._choose_tokens(rows, counted, current, old, numbers.batch),
             lesson=lesson,
             auxiliary=_column(self._auxiliary_weights(rows)),
         )
@@ -322,30 +327,34 @@ class PolicyGradient:
         return TokenLoss(value, found.clipped, masked, measures, beside)
 
     def _importance_mean(
-        self, rows: BatchRows, proximal: Floats | None, importance: NDArray[np.float64] | None
+        self,
+        rows: BatchRows,
+        counted: NDArray[np.bool_],
+        proximal: Floats | None,
+        importance: NDArray[np.float64] | None,
     ) -> float:
         """Return the mean over the batch of the importance weights within their bounds, or 1.
 
-        The mean is over tokens or, for weights of a trajectory, over trajectories. Tokens that are masked, for their
-        weight or because they were sampled greedily, do not count.
+        The mean is over the `counted` tokens [T] or, for weights of a trajectory, over trajectories that have one.
+        Tokens that are masked for their weight do not count.
         """
         if not self.normalize_importance or self.importance == "none" or proximal is None:
             return 1.0
         gaps = proximal.astype("f8") - rows.logprobs if importance is None else importance
         raw = np.exp(gaps.clip(-LOG_RATIO, LOG_RATIO))
         weights = raw.clip(self.importance_low, self.importance_high)
-        counted = _tokens_at_temperature(rows)
         if self.importance == "masked":
-            counted &= weights == raw
+            counted = counted & (weights == raw)
+        found = weights[counted]
         if importance is not None:
             _, first = np.unique(np.repeat(rows.session_ids, rows.lengths)[counted], return_index=True)
-            found = weights[counted][first]
-        else:
-            found = weights[counted]
+            found = found[first]
         mean = float(found.mean()) if len(found) else 0.0
         return mean if mean > LEAST_MEAN else 1.0
 
-    def _choose_tokens(self, rows: BatchRows, current: Floats | None, old: Floats, batch: int) -> torch.Tensor | None:
+    def _choose_tokens(
+        self, rows: BatchRows, counted: NDArray[np.bool_], current: Floats | None, old: Floats, batch: int
+    ) -> torch.Tensor | None:
         """Return the tokens that the algorithm chooses from the whole batch."""
         if self.algorithm.choose is None:
             return None
@@ -354,7 +363,7 @@ class PolicyGradient:
             current=current,
             old=old,
             advantages=rows.advantages,
-            counted=_tokens_at_temperature(rows),
+            counted=counted,
             low=self.clip_low,
             high=self.clip_high,
             seed=self.seed,
@@ -474,12 +483,6 @@ def _compare_by_group(
 
 LEAST_MEAN = 1e-8
 """Mean of importance weights up to which they are not divided by it; verl has the same bound."""
-
-
-def _tokens_at_temperature(rows: BatchRows) -> NDArray[np.bool_]:
-    """Return [T] the tokens that train and were not sampled greedily."""
-    found: NDArray[np.bool_] = (rows.trained == 1) & np.repeat(rows.temperature > 0, rows.lengths)
-    return found
 
 
 def _sum_by_trajectory(rows: BatchRows, values: NDArray[np.floating]) -> NDArray[np.float64]:

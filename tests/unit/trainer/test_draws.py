@@ -265,15 +265,16 @@ async def test_a_part_whose_draw_was_begun_without_its_passes_is_refused() -> No
 
 
 @pytest.mark.parametrize("std", [None, 0.25])
-async def test_an_objective_is_told_what_its_advantages_were_whitened_with(std: float | None) -> None:
+async def test_an_objective_is_told_its_batch_and_what_its_advantages_were_whitened_with(std: float | None) -> None:
     async def unasked(*_: Any) -> Any:
         raise AssertionError("the objective asks for no pass")
 
     rows = synthetic_rows(0)
     file = await MemoryBlobs().put(write_rows(rows))
-    manifest = dataclasses.replace(synthetic_manifest(rows, file, "run", 0), whitening_std=std)
+    manifest = dataclasses.replace(synthetic_manifest(rows, file, "run", 3), whitening_std=std)
     passes = DrawPasses(PolicyGradient(), unasked, unasked, unasked, {})
-    assert (await passes.numbers(manifest, rows)).whitening_std == std
+    numbers = await passes.numbers(manifest, rows)
+    assert (numbers.batch, numbers.whitening_std) == (3, std)
 
 
 @pytest.mark.parametrize(("truncated", "told"), [("bootstrap", [False, False, True, False]), ("terminal", None)])

@@ -16,6 +16,7 @@ from tests.reference.layouts import OBJECTIVES, Theirs, learner_of, ours
 from tests.reference.plain import PlainLearner, of_row
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.batches.weighting import Whitening, whitening
+from turnlog.trainer.algorithms.covariance import BatchTokens
 from turnlog.trainer.algorithms.objective import ForwardPassResults, Objective
 from turnlog.trainer.algorithms.tokens import BUILT_IN, Algorithm, Auxiliary, CriticRules, chosen_auxiliary
 from turnlog.trainer.families.shape import TINY, TINY_MIXTURE
@@ -458,3 +459,22 @@ def test_a_batch_without_any_advantage_computes_one_group_and_greedy_rows_are_co
     kept = PolicyGradient().rows_to_compute(dataclasses.replace(routed, advantages=without_two_groups(rows).advantages))
     assert isinstance(kept, RoutedRows)
     assert len(kept.experts) == len(kept.token_ids) < len(routed.experts)
+
+
+@pytest.mark.parametrize("unrouted_train", [True, False])
+def test_a_choice_over_the_batch_counts_no_row_that_the_step_masks(unrouted_train: bool) -> None:
+    rows = with_random_experts(synthetic_rows(0), TINY_MIXTURE, 0, some=True)
+    greedy = rows.temperature.copy()
+    greedy[1] = 0.0
+    rows, seen = dataclasses.replace(rows, temperature=greedy), list[Any]()
+
+    def choose(tokens: BatchTokens) -> Any:
+        seen.append(tokens.counted)
+        return tokens.counted
+
+    algorithm = dataclasses.replace(BUILT_IN["grpo"], choose=choose)
+    options = dataclasses.replace(ONE, unrouted_train=unrouted_train)
+    one = Learner(TINY_MIXTURE, random_weights(TINY_MIXTURE, 1), options)
+    found = one.measure(rows, PolicyGradient(algorithm=algorithm))
+    assert int(seen[0].sum()) == found.trained_tokens - found.masked
+    assert found.masked > 0

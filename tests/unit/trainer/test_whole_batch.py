@@ -81,16 +81,16 @@ def test_a_batch_without_a_token_that_counts_has_none_to_choose() -> None:
     assert not greatest(none, 1.0, 1.0).any()
 
 
-def chosen(objective: PolicyGradient, rows: BatchRows, batch: int = 0) -> Any:
+def chosen(objective: PolicyGradient, rows: BatchRows, batch: int = 0, masked: Any = None) -> Any:
     current = rows.logprobs + np.float32(0.01)
-    _, columns = objective.prepare(rows, ForwardPassResults(batch=batch), current)
+    _, columns = objective.prepare(rows, ForwardPassResults(batch=batch, masked=masked), current)
     assert columns.chosen is not None
     assert columns.trajectory_gap is None
     return columns.chosen.numpy()
 
 
 @pytest.mark.parametrize("spec", ["clip_cov:0.2:-9:9", "kl_cov:0.2:1"])
-def test_greedy_and_untrained_tokens_are_never_chosen(spec: str) -> None:
+def test_masked_and_untrained_tokens_are_never_chosen(spec: str) -> None:
     objective = learning_plan(from_tables({"trainer": {"algorithm": spec}}, {}, source="test")).objective
     rows = synthetic_rows(0)
     found = chosen(objective, rows)
@@ -98,9 +98,8 @@ def test_greedy_and_untrained_tokens_are_never_chosen(spec: str) -> None:
     assert found.sum() == int(0.2 * rows.trained.sum())
     assert not found[rows.trained == 0].any()
     row = int(np.repeat(np.arange(len(rows)), rows.lengths)[found][0])
-    greedy = rows.temperature.copy()
-    greedy[row] = 0.0
-    without = chosen(objective, dataclasses.replace(rows, temperature=greedy))
+    masked = np.arange(len(rows)) == row
+    without = chosen(objective, rows, masked=masked)
     start, length = int(rows.starts[row]), int(rows.lengths[row])
     assert not without[start : start + length].any()
 
@@ -142,22 +141,20 @@ def normalized(**options: Any) -> PolicyGradient:
 def test_the_mean_of_weights_is_over_the_batch(importance: str, level: str, spread: float) -> None:
     objective = normalized(importance=importance, importance_level=level)
     rows = synthetic_rows(0, segments=2)
-    greedy = rows.temperature.copy()
-    greedy[-1] = 0.0
-    rows = dataclasses.replace(rows, temperature=greedy)
+    masked = np.arange(len(rows)) == len(rows) - 1
     gaps = np.random.default_rng(1).normal(0.0, spread, len(rows.token_ids)).astype("f4")
     proximal = (rows.logprobs + gaps) * rows.trained
-    _, columns = objective.prepare(rows, ForwardPassResults(proximal=proximal), None)
+    _, columns = objective.prepare(rows, ForwardPassResults(proximal=proximal, masked=masked), None)
     sessions = np.repeat(np.asarray(rows.session_ids), rows.lengths)
-    at_temperature = np.repeat(rows.temperature > 0, rows.lengths)
+    live = np.repeat(~masked, rows.lengths)
     weights = []
     for session in sorted(set(sessions)):
         own = (sessions == session) & (rows.trained == 1)
         gap = (proximal.astype("f8") - rows.logprobs)[own]
         whole = {"product": gap.sum(), "geometric": gap.mean()}.get(level)
         if whole is None:
-            weights += np.exp(gap[at_temperature[own]]).tolist()
-        elif at_temperature[own].any():
+            weights += np.exp(gap[live[own]]).tolist()
+        elif live[own].any():
             weights.append(float(np.exp(whole)))
     within = [min(max(one, LOW), HIGH) for one in weights if importance == "truncated" or LOW <= one <= HIGH]
     assert any(not LOW <= one <= HIGH for one in weights)
@@ -172,8 +169,8 @@ def test_normalized_weights_need_their_pass_and_all_groups_and_change_nothing_el
     rows = synthetic_rows(0)
     still = dataclasses.replace(rows, advantages=np.zeros_like(rows.advantages))
     assert objective.rows_to_compute(still) is still
-    nothing = dataclasses.replace(rows, temperature=np.zeros_like(rows.temperature))
-    _, columns = objective.prepare(nothing, ForwardPassResults(proximal=rows.logprobs), None)
+    everything = np.ones(len(rows), bool)
+    _, columns = objective.prepare(rows, ForwardPassResults(proximal=rows.logprobs, masked=everything), None)
     assert columns.importance_mean == 1.0
 
 
