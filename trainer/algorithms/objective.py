@@ -8,8 +8,6 @@ over microbatches and ranks, and in whatever order.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, Protocol
 
@@ -18,8 +16,6 @@ import torch
 from numpy.typing import NDArray
 
 from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.processors.core.batches.weighting import EPSILON, Whitening
-from turnlog.processors.core.methods.estimators import Advantages, dr_grpo, grpo, rloo
 from turnlog.trainer.algorithms.covariance import BatchTokens
 from turnlog.trainer.algorithms.tokens import (
     BUILT_IN,
@@ -35,6 +31,7 @@ from turnlog.trainer.algorithms.tokens import (
     bounded_ratio,
     compute_gae,
 )
+from turnlog.trainer.algorithms.trajectories import subtract_from_rewards, sum_by_trajectory
 
 Pass = Literal["proximal", "reference", "teacher", "values"]
 """A forward pass without gradients over all rows of a rollout batch: by the weights before its first update (proximal),
@@ -262,12 +259,12 @@ class PolicyGradient:
         gap = counts = importance = None
         old = rows.logprobs if proximal is None else proximal
         if current is not None and self.algorithm.by_trajectory:
-            counts = _sum_by_trajectory(rows, np.ones_like(current))
-            gap = _sum_by_trajectory(rows, current - old)
+            counts = sum_by_trajectory(rows, np.ones_like(current))
+            gap = sum_by_trajectory(rows, current - old)
         if proximal is not None and self.importance != "none" and self.importance_level != "token":
-            importance = _sum_by_trajectory(rows, proximal - rows.logprobs)
+            importance = sum_by_trajectory(rows, proximal - rows.logprobs)
             if self.importance_level == "geometric":
-                importance = importance / np.maximum(1.0, _sum_by_trajectory(rows, np.ones_like(proximal)))
+                importance = importance / np.maximum(1.0, sum_by_trajectory(rows, np.ones_like(proximal)))
         counted = rows.trained == 1
         if numbers.masked is not None:
             counted &= ~np.repeat(numbers.masked, rows.lengths)
@@ -380,29 +377,10 @@ class PolicyGradient:
         return weights
 
     def _with_penalty(self, rows: BatchRows, numbers: ForwardPassResults) -> BatchRows:
-        """Subtract the divergence from rewards, and return the rows with the advantages that follow.
-
-        Under an estimator that compares trajectories, the reward of a trajectory is reduced by the divergence of all of
-        its trained tokens, before baseline and deviation are computed over the trajectories in the batch. Under any
-        other, each token's advantage is reduced by the divergence to go: from the token to the end of its segment.
-        Advantages that were whitened are first scaled back, up to a constant offset, and whitened again afterwards.
-        """
-        penalty = self._penalty(rows, numbers)
-        whole = _sum_by_trajectory(rows, penalty)[rows.starts]
-        advantages = rows.advantages.astype("f8")
-        if self.estimator == "grpo":
-            deviating = functools.partial(grpo, ddof=self.std_ddof)
-            advantages = np.repeat(_compare_by_group(rows, rows.rewards - whole, deviating), rows.lengths)
-        elif (centre := CENTRES.get(self.estimator)) is not None:  # linear: f(r - d) = f(r) - f(d)
-            costs = np.repeat(_compare_by_group(rows, whole, centre), rows.lengths)
-            advantages = advantages * _scale(numbers) - costs
-        else:
-            parts = np.split(penalty, rows.starts[1:])
-            to_go = np.concatenate([np.cumsum(part[::-1])[::-1] for part in parts])
-            advantages = advantages * _scale(numbers) - to_go
-        if numbers.whitening_std is not None:
-            at = advantages[rows.trained == 1]
-            advantages = Whitening(float(at.mean()), float(at.std())).apply(advantages)
+        """Return the rows with the advantages of rewards less their divergence. Raises SettingsError."""
+        advantages = subtract_from_rewards(
+            rows, self._penalty(rows, numbers), numbers.whitening_std, self.estimator, self.std_ddof
+        )
         return dataclasses.replace(rows, advantages=(advantages * rows.trained).astype("<f4"))
 
     def _apply_critic(
@@ -453,44 +431,8 @@ def estimate(kind: str, logprobs: torch.Tensor, reference: torch.Tensor) -> torc
     return (-gap).exp() - 1.0 + gap
 
 
-CENTRES: Mapping[str, Callable[[Sequence[float]], Advantages]] = {
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "reinforce_pp_baseline": dr_grpo,
-}
-"""Estimators that subtract a mean over the group, before any whitening, and divide by no deviation."""
-
-
-def _scale(numbers: ForwardPassResults) -> float:
-    """Return what whitened advantages are multiplied by to be rewards again."""
-    return 1.0 if numbers.whitening_std is None else numbers.whitening_std + EPSILON
-
-
-def _compare_by_group(
-    rows: BatchRows, values: NDArray[np.float64], estimate: Callable[[Sequence[float]], Advantages]
-) -> NDArray[np.float64]:
-    """Return [n] the advantages of the trajectories of each group, whose `values` [n] are repeated at their rows."""
-    members: dict[str, dict[str, float]] = {}
-    for group, session, value in zip(rows.group_ids, rows.session_ids, values.tolist(), strict=True):
-        members.setdefault(group, {})[session] = value
-    found = {
-        session: advantage
-        for own in members.values()
-        for session, advantage in zip(own, estimate(list(own.values())).values, strict=True)
-    }
-    return np.array([found[session] for session in rows.session_ids])
-
-
 LEAST_MEAN = 1e-8
 """Mean of importance weights up to which they are not divided by it; verl has the same bound."""
-
-
-def _sum_by_trajectory(rows: BatchRows, values: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Return at each token the sum over the trained tokens of its trajectory."""
-    _, trajectory = np.unique(np.asarray(rows.session_ids), return_inverse=True)
-    of = np.repeat(trajectory, rows.lengths)
-    sums = np.bincount(of, weights=np.where(rows.trained, values, 0.0)).astype("f8")
-    return sums[of]
 
 
 def _column(values: NDArray[np.floating] | None) -> torch.Tensor | None:

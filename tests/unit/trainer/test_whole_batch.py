@@ -13,7 +13,7 @@ from tests.each import each
 from tests.fakes.batches import synthetic_rows
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.batches.weighting import Whitening, whitening
-from turnlog.settings import from_tables
+from turnlog.settings import SettingsError, from_tables
 from turnlog.trainer.algorithms.covariance import BatchTokens, among_bounds, greatest
 from turnlog.trainer.algorithms.objective import ForwardPassResults, PolicyGradient
 from turnlog.trainer.algorithms.tokens import BUILT_IN
@@ -240,3 +240,14 @@ def test_the_divergence_of_a_trajectory_is_that_of_all_its_segments(estimator: s
     wanted = shaped if after is None else np.where(mark, after.apply(shaped), 0.0)
     np.testing.assert_allclose(found.advantages, wanted, rtol=2e-4, atol=2e-5)
     assert np.abs(wanted - given).max() > 0.05
+
+
+def test_grpo_refuses_a_divergence_in_the_reward_of_players() -> None:
+    objective = PolicyGradient(kl="k1", kl_coefficient=0.1, kl_in="reward", estimator="grpo")
+    rows = synthetic_rows(0, segments=2)
+    rewards = np.arange(len(rows)).astype("<f4")
+    nothing = np.zeros(len(rows.token_ids), "<f4")
+    with pytest.raises(
+        SettingsError, match=r"session .* has players .* set trainer\.kl_in to loss, or fold\.estimator"
+    ):
+        objective.prepare(dataclasses.replace(rows, rewards=rewards), ForwardPassResults(nothing, nothing), None)
