@@ -34,7 +34,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from turnlog.infra.offers import find_plugins
 from turnlog.infra.roles import log_lines
@@ -53,9 +53,11 @@ __all__ = ["HOST", "IDLE", "Store", "meeting_place", "process_group"]
 
 HOST = "127.0.0.1"
 IDLE = timedelta(days=7)
-"""Timeout of collectives: ranks wait while rank 0 waits for a batch. A dead peer closes its socket and is noticed at
-once.
+"""Timeout of the control group's collectives: ranks wait while rank 0 waits for a batch. A dead peer closes its socket
+and is noticed at once.
 """
+CONTROL = "control"
+"""Description of the control group, which tells it from Megatron's."""
 
 JOIN_LOOK_S = 0.1
 
@@ -95,7 +97,7 @@ def process_group(
             expert_tensor_parallel_size=1,  # an expert is whole on a rank
         )
         with _joining(join_s):
-            control = dist.new_group(backend="gloo", timeout=limit)
+            control = dist.new_group(backend="gloo", timeout=limit, group_desc=CONTROL)
         for group in (None, control):
             _set_pg_timeout(IDLE, group)
         yield control
@@ -107,6 +109,16 @@ def process_group(
         mcore.RotaryEmbedding.forward.cache_clear()  # its keys are modules, which hold a group
         mcore.parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def limit_collectives(limit_s: float) -> None:
+    """Let collectives fail if this rank waits longer than `limit_s` for another, except where others wait for rank 0.
+
+    A rank that hangs still sends heartbeats, and its connections stay open.
+    """
+    for group in list(_world.pg_map):
+        if group.group_desc != CONTROL or dist.get_rank() == 0:
+            _set_pg_timeout(timedelta(seconds=limit_s), group)
 
 
 @contextmanager
@@ -129,6 +141,11 @@ def _together(children: Mapping[int, subprocess.Popen[bytes]]) -> Iterator[None]
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
+        if "Timed out" in str(error):
+            raise RankLost(
+                "a rank did not answer the others within trainer.collective_timeout_s; raise it if a step takes longer "
+                f"on some rank than on others: {error}"
+            ) from error
         states = {rank: child.poll() for rank, child in children.items()}
         ended = [f"rank {rank} ended with status {status}" for rank, status in states.items() if status is not None]
         said = ", ".join(ended) or "a rank ended"
@@ -314,7 +331,7 @@ def learner_of(plan: LearningPlan) -> Learner:
     """Return this rank's learner, on the plan's weights. Collective."""
     reference = None if plan.reference is None else read_weights(plan.reference)
     teacher = None if plan.teacher is None else (read_shape(plan.teacher), read_weights(plan.teacher))
-    return Learner(
+    learner = Learner(
         read_shape(plan.model),
         read_weights(plan.weights),
         plan.options,
@@ -323,6 +340,8 @@ def learner_of(plan: LearningPlan) -> Learner:
         teacher=teacher,
         place=plan.place,
     )
+    limit_collectives(plan.collective_timeout_s)  # loading may take longer, if the ranks' disks differ
+    return learner
 
 
 def follower(plan: LearningPlan, rank: int, port: int) -> tuple[list[str], dict[str, str]]:

@@ -12,6 +12,7 @@ import ctypes
 import dataclasses
 import hashlib
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,18 @@ class StepResult:
 
 NONE = ForwardPassResults()
 
+
+def choose_kernels(*, deterministic: bool) -> None:
+    """Let this process use any kernel on CUDA or only deterministic ones; RuntimeError then names an operation that has
+    none.
+    """
+    if deterministic:
+        # cuBLAS reads it at its first use. Without it the order of its sums may differ between runs.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it finds reads of such memory, at a cost
+
+
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 """malloc_trim, which exists in glibc only. Without it, glibc retains what a step frees in holes that do not fit the
 next batch, whose lengths differ: the memory of a small policy's rank rose by a quarter in 100 steps, to half as much
@@ -111,6 +124,7 @@ class Learner:
         is the storage of checkpoints, unless they stay in the named folders. Raises WeightsMismatch.
         """
         torch.set_num_threads(options.threads)
+        choose_kernels(deterministic=options.deterministic)
         mcore.tensor_parallel.model_parallel_cuda_manual_seed(options.seed)
         self.shape = shape
         with mcore.quiet():

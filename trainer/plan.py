@@ -65,6 +65,8 @@ class LearnerOptions:
     """Form in which engines get adapters: merged | adapter."""
     threads: int = 1
     """CPU threads of torch per rank."""
+    deterministic: bool = False
+    """Whether an operation on CUDA without a deterministic kernel raises an error."""
     vocabulary_multiple: int = 1
     """Embedding rows are rounded up to a multiple of this."""
     unrouted_train: bool = True
@@ -152,6 +154,8 @@ class LearningPlan:
     may_change: bool
     """Whether recorded settings may differ from a checkpoint's ([trainer] allow_changes)."""
     join_s: float = JOIN_S
+    collective_timeout_s: float = 600.0
+    """Seconds that ranks wait for each other within a call."""
     launcher: str = "local"
     ray_address: str = "auto"
     ray_placement: str = "PACK"
@@ -233,6 +237,7 @@ def learning_plan(settings: Settings, *, cuda: bool | None = None) -> LearningPl
             lora_alpha=trainer.lora_alpha,
             publish=trainer.publish,
             threads=trainer.threads,
+            deterministic=trainer.deterministic,
             unrouted_train=trainer.router_replay != "only",
             reshardable=trainer.checkpoints_reshardable,
         ),
@@ -247,6 +252,7 @@ def learning_plan(settings: Settings, *, cuda: bool | None = None) -> LearningPl
         value_warmup=trainer.value_warmup_steps if objective.critic else 0,
         recorded=checkpoint_settings(settings, cuda=cuda),
         may_change=trainer.allow_changes,
+        collective_timeout_s=trainer.collective_timeout_s,
         launcher=trainer.launcher,
         ray_address=trainer.ray_address,
         ray_placement=trainer.ray_placement,
@@ -255,6 +261,7 @@ def learning_plan(settings: Settings, *, cuda: bool | None = None) -> LearningPl
 
 UNRECORDED = frozenset(
     {"allow_changes", "world_size", "threads", "microbatch_tokens", "packing", "recompute", "sequence_parallel"}
+    | {"deterministic", "collective_timeout_s"}
     | {f"{way}_parallel" for way in ("tensor", "pipeline", "context", "expert")}
     | {"initial_weights", "reference", "teacher", "warm_start_steps", "warm_start_seed"}
     | {"publish_every", "checkpoint_every", "checkpoints", "checkpoints_kept", "checkpoints_reshardable"}

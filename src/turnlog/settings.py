@@ -466,6 +466,12 @@ class TrainerSettings(LearningSettings):
     node, STRICT_SPREAD on one node each."""
     threads: Count = 2
     """Torch threads per rank on CPU."""
+    collective_timeout_s: Seconds = 600.0
+    """Seconds that a rank waits for the others within a step, a save or an export, after which the trainer ends and
+    starts again. It must exceed the longest difference between two ranks' steps."""
+    deterministic: bool = False
+    """Whether ranks on CUDA use deterministic kernels alone, which are slower: steps that are taken again then have the
+    same losses bit for bit, as they always have on a CPU."""
     microbatch_tokens: Count = 8192
     """Maximum tokens of a microbatch on one rank, padding included; a longer row forms a microbatch of its own. Lower
     it if memory runs out."""

@@ -104,6 +104,18 @@ def alike(shape: ModelShape, dtype: str, packing: str = "off") -> dict[str, Any]
     }  # fmt: skip
 
 
+def repeat(shape: ModelShape, options: LearnerOptions) -> dict[str, Any]:
+    """Take the same three steps twice and say whether every loss and weight is the same."""
+    rows = synthetic_rows(1, rows=32, lengths=np.arange(64, 576, 16, dtype="<i4"), vocabulary=shape.vocabulary)
+    found: list[tuple[list[float], dict[str, torch.Tensor]]] = []
+    for _ in range(2):
+        learner = Learner(shape, random_weights(shape, 1), options)
+        losses = [learner.step(rows, OBJECTIVE, 1e-4).loss for _ in range(3)]
+        found.append((losses, dict(learner.export())))
+    (first, before), (second, after) = found
+    return {"same": first == second and all(torch.equal(before[name], after[name]) for name in before)}
+
+
 def step_flops(shape: ModelShape, options: LearnerOptions, rows: BatchRows) -> int:
     """Return the FLOPs of a step: three forward passes, and without gradients of the weights one less of what is no
     attention. What recomputation adds does not count.
@@ -187,7 +199,7 @@ def _profile(learner: Learner, rows: BatchRows) -> None:
 def main() -> int:
     """Print what was asked for."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["alike", *MODELS])
+    parser.add_argument("what", choices=["alike", "deterministic", *MODELS])
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--only", default="", help="indices of the cases, with commas between them")
     parser.add_argument("--until", type=float, default=float("inf"), help="time after which no case begins")
@@ -198,6 +210,13 @@ def main() -> int:
             with process_group():
                 found = alike(shape, dtype, packing)
             print(json.dumps({"kind": shape.kind, "dtype": dtype, "packing": packing} | found), flush=True)
+        return 0
+    if asked.what == "deterministic":
+        for shape, packing in itertools.product((SMALL, SMALL_MIXTURE), ("off", "on")):
+            options = dataclasses.replace(BFLOAT16, deterministic=True, packing=packing)
+            with process_group():
+                told = repeat(shape, options)
+            print(json.dumps({"kind": shape.kind, "packing": packing} | told), flush=True)
         return 0
     shape, options, cases = MODELS[asked.what]
     chosen = [cases[int(index)] for index in asked.only.split(",")] if asked.only else cases

@@ -78,6 +78,11 @@ def test_packed_rows_are_near_padded_ones(kind: str, dtype: str) -> None:
     assert packed["norms"] == pytest.approx(padded["norms"], rel=0.05)
 
 
+@on_device
+def test_deterministic_steps_are_the_same_bit_for_bit() -> None:
+    assert {line["same"] for line in results("deterministic")} == {True}
+
+
 @pytest.fixture(scope="module")
 def table() -> Iterator[None]:
     """Print a table of what was measured, at the end."""

@@ -12,8 +12,9 @@ trainer claims its number by creating its marker, which only one process can do.
 number, so a zombie changes nothing that its successor resumes from; a process that finds a higher marker is a zombie,
 and ends.
 
-The files of a checkpoint are verified against their checksums before training resumes from it. If a file was altered or
-is missing, the checkpoint before it is used, and the steps between the two are taken again.
+The files of a checkpoint are verified against their checksums before training resumes from it: the shards by the
+ranks, each some of them, the others here. If a file was altered or is missing, the checkpoint before it is used, and
+the steps between the two are taken again.
 """
 
 from __future__ import annotations
@@ -263,8 +264,7 @@ def open_checkpoint(
     """
     with readable(settings, beside=beside, archive=archive) as place:
         folder, cursor = find(place, step)
-        if isinstance(place, StorePlace):
-            place.all_of(folder.name)
+        place.all_of(folder.name)
         yield folder, cursor
 
 
@@ -318,11 +318,18 @@ def bring(directory: Path, place: StorePlace) -> None:
     theirs = _last_marker(here)
     if theirs.incarnation <= _last_marker(place).incarnation:
         return
-    if (folder := Checkpoints(here, keep=1).newest()) is not None:
+    checkpoints = Checkpoints(here, keep=1)
+    while (folder := checkpoints.newest()) is not None:
+        try:
+            here.all_of(folder.name)
+        except CheckpointDamaged as damage:
+            checkpoints.pass_over(folder.name, damage)
+            continue
         log.info("copying %s to %s", folder, place.where)
         place.store_files(folder, {}, about(read_common(folder)))
         place.seal(folder)
         place.create_marker(Marker(theirs.incarnation, folder.name))
+        return
 
 
 def check_not_stored(directory: Path) -> None:

@@ -58,7 +58,7 @@ class Marker:
 
 
 Stored = Mapping[str, BlobRef]
-"""Files of a checkpoint that ranks have already uploaded to their final place, by name."""
+"""Files of a checkpoint that ranks have written and hashed, and uploaded if it is to lie in a store, by name."""
 
 
 class CheckpointStorage(Protocol):
@@ -74,9 +74,13 @@ class CheckpointStorage(Protocol):
         ...
 
     def open_folder(self, name: str) -> Path:
-        """Return a local folder with the common values of a checkpoint, ready to restore from. Raises
-        CheckpointDamaged.
+        """Return a local folder with the common values of a checkpoint, ready to restore from. Shards are verified by
+        the ranks that load them. Raises CheckpointDamaged.
         """
+        ...
+
+    def all_of(self, name: str) -> Path:
+        """Return a local folder with all files of a checkpoint, verified. Raises CheckpointDamaged."""
         ...
 
     def checkpoint_address(self, name: str) -> str:
@@ -107,8 +111,8 @@ class CheckpointStorage(Protocol):
         ...
 
     def store_files(self, folder: Path, stored: Stored, about: Mapping[str, Any]) -> None:
-        """Bring files to their final place, with their checksums; all files are written, and those of other ranks are
-        in `stored`.
+        """Bring files to their final place, with their checksums; all files are written, and those of ranks are in
+        `stored`.
 
         This takes long. For `about`, see `StorePlace`.
         """
@@ -142,13 +146,18 @@ class FolderPlace:
         return [path.name for path in self._directory.glob("step-*-i*") if path.suffix != PART]
 
     def open_folder(self, name: str) -> Path:
-        """Return the folder of a checkpoint after verifying its files; one of a release that stored no checksums is
-        accepted.
+        """Return the folder of a checkpoint after verifying its files except the shards; one of a release that stored
+        no checksums is accepted.
         """
         folder = self._directory / name
         if not folder.is_dir():
             raise CheckpointDamaged(f"{folder} is gone; restore it")
-        check_files(folder)
+        check_files(folder, lambda file: not file.endswith(SHARDS))
+        return folder
+
+    def all_of(self, name: str) -> Path:
+        folder = self.open_folder(name)
+        check_shards(folder)
         return folder
 
     def checkpoint_address(self, name: str) -> str:
@@ -182,8 +191,7 @@ class FolderPlace:
         return part
 
     def store_files(self, folder: Path, stored: Stored, about: Mapping[str, Any]) -> None:
-        assert not stored, "ranks write into the folder itself"
-        write_sums(folder)
+        write_sums(folder, stored)
 
     def seal(self, folder: Path) -> str:
         whole = folder.with_suffix("")
@@ -237,22 +245,37 @@ def _marker_error(where: str, why: str) -> CheckpointUnusable:
     )
 
 
-def check_files(folder: Path) -> None:
-    """Verify the files of a checkpoint. Raises CheckpointDamaged for a file that is missing or was altered.
+def check_shards(folder: Path, rank: int = 0, ranks: int = 1) -> None:
+    """Verify every `ranks`-th shard of a checkpoint, from the one with number `rank`. Raises CheckpointDamaged."""
+    shards = sorted(name for name in _sums(folder) if name.endswith(SHARDS))
+    check_files(folder, frozenset(shards[rank::ranks]).__contains__)
 
-    A checkpoint of a release that stored no checksums is accepted.
+
+def check_files(folder: Path, among: Callable[[str], bool]) -> None:
+    """Verify the files of a checkpoint for whose names `among` is true, and that all others exist.
+
+    Raises CheckpointDamaged for a file that is missing or was altered. A checkpoint of a release that stored no
+    checksums is accepted.
     """
-    sums = folder / SUMS
-    for line in sums.read_text(errors="replace").splitlines() if sums.exists() else ():
-        wanted, apart, name = line.partition("  ")
-        if not apart:
-            raise CheckpointDamaged(f"{sums} does not list checksums of files; restore it, or remove {folder}")
+    for name, wanted in _sums(folder).items():
         if not (folder / name).is_file():
             raise CheckpointDamaged(f"{folder / name} is gone; restore it, or remove {folder}")
-        if (found := file_sha256(folder / name)) != wanted:
+        if among(name) and (found := file_sha256(folder / name)) != wanted:
             raise CheckpointDamaged(
                 f"{folder / name} was altered: sha256 {found}, {SUMS} says {wanted}; restore it, or remove {folder}"
             )
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    """Return the recorded checksums of a checkpoint's files by name; none for a release that stored no checksums."""
+    file = folder / SUMS
+    found: dict[str, str] = {}
+    for line in file.read_text(errors="replace").splitlines() if file.exists() else ():
+        wanted, apart, name = line.partition("  ")
+        if not apart:
+            raise CheckpointDamaged(f"{file} does not list checksums of files; restore it, or remove {folder}")
+        found[name] = wanted
+    return found
 
 
 def file_sha256(path: Path) -> str:
@@ -269,10 +292,13 @@ def contents_sha256(folder: Path, *patterns: str) -> str:
     return running.hexdigest()
 
 
-def write_sums(folder: Path) -> None:
-    """Write the checksums as the last file and sync it to disk: a folder without this file is not complete."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
-    text = "".join(f"{file_sha256(path)}  {path.relative_to(folder)}\n" for path in files)
+def write_sums(folder: Path, known: Stored | None = None) -> None:
+    """Write the checksums as the last file and sync it to disk: a folder without this file is not complete. Files in
+    `known` are not read.
+    """
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
+    sums = {name: ref.sha256 for name, ref in (known or {}).items()}
+    text = "".join(f"{sums.get(name) or file_sha256(folder / name)}  {name}\n" for name in names)
     with (folder / SUMS).open("w") as file:
         file.write(text)
         file.flush()

@@ -15,8 +15,9 @@ D ranks, by way of 12 P / D and another 12 P, and gloo's 8 P; the first rank cop
 until it is written; the first also holds w P of weights. A load by place writes in place, and holds what it reads at
 once: a third of the optimizer's slice, or a weight. A reshardable load holds 12 P and w P.
 
-If checkpoints lie in an object store, each rank uploads what it has written in the same thread, and fetches the files
-that hold what it loads.
+Each rank hashes what it has written in the same thread, and uploads it if checkpoints lie in an object store. Before a
+load, ranks on a shared disk verify the shards among them; with a store each rank fetches and verifies the files that
+hold what it loads.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from turnlog.infra.blobs import BlobError
 from turnlog.infra.run_folder import full_disk
 from turnlog.schemas.types import BlobRef
 from turnlog.trainer import CheckpointDamaged, CheckpointFailed, CheckpointUnusable, mcore
-from turnlog.trainer.checkpoints.places import SHARDS, StorePlace
+from turnlog.trainer.checkpoints.places import SHARDS, StorePlace, check_shards, file_sha256
 
 log = logging.getLogger(__name__)
 RESHARDABLE = {
@@ -75,7 +76,7 @@ class Save:
         """
         self._directory, self._place = directory, place
         self._stored: dict[str, BlobRef] = {}
-        self._failure: BlobError | None = None
+        self._failure: BlobError | OSError | None = None
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # Megatron would start a manager process (5 s, and an orphan after a kill) to return write results from
         # processes that it forks; a thread of this process needs neither.
@@ -100,7 +101,8 @@ class Save:
         self._thread.start()
 
     def finish(self, *, wait: bool) -> dict[str, BlobRef] | None:
-        """Return the files that ranks have uploaded once every rank has written its part, else None. Collective.
+        """Return the files of all ranks, with their hashes, once every rank has written its part, else None.
+        Collective.
 
         The checkpoint is complete when the files are returned; `wait` waits for that. Raises CheckpointFailed on rank 0
         and on a rank that failed, BlobError on all.
@@ -118,7 +120,7 @@ class Save:
         return {name: ref for of_rank in stored for name, ref in of_rank.items()}
 
     def _write(self, buckets: list[Any]) -> None:
-        """Write and upload the copies; runs in the thread. `finish` raises its failure."""
+        """Write the copies, and hash or upload the files; runs in the thread. `finish` raises its failure."""
         found: dict[int, Any] = {}
         for place, bucket in enumerate(buckets):
             results: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -131,13 +133,18 @@ class Save:
             _, found[place] = results.get()
         failures = [result for result in found.values() if isinstance(result, Exception)]
         self._results.put(failures[0] if failures else found)
-        if self._place is not None and not failures:
+        if not failures:
             try:
-                self._stored = {
-                    name: self._place.put(self._directory, name) for name in {Path(path).name for path, _, _ in buckets}
-                }
-            except BlobError as error:
+                self._stored = {name: self._store(name) for name in {Path(path).name for path, _, _ in buckets}}
+            except (BlobError, OSError) as error:
                 self._failure = error
+
+    def _store(self, name: str) -> BlobRef:
+        """Upload a file that this rank has written, or hash it where it is to stay. It is still in the page cache."""
+        if self._place is not None:
+            return self._place.put(self._directory, name)
+        file = self._directory / name
+        return BlobRef(file_sha256(file), file.stat().st_size)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -172,11 +179,18 @@ class _Fetching(mcore.TorchDistLoadShardedStrategy):  # type: ignore[misc]
 def load_model(model: Any, directory: Path, shape: Mapping[str, Any], place: StorePlace | None = None) -> None:
     """Load the weights in place, on any layout. Collective. Raises CheckpointUnusable, BlobError."""
     _common(directory, shape)
+    _verify_shards(directory, place)
     with mcore.quiet():
         sharded = {"model": model.sharded_state_dict()}
         with _loading(directory):
             state = mcore.dist_checkpointing.load(sharded, str(directory), _strategy(place))
         model.load_state_dict(state["model"])
+
+
+def _verify_shards(directory: Path, place: StorePlace | None) -> None:
+    """Verify the shards of a checkpoint on a shared disk. Collective. Raises CheckpointDamaged on every rank."""
+    if place is None:
+        together(lambda: check_shards(directory, dist.get_rank(), dist.get_world_size()))
 
 
 def _strategy(place: StorePlace | None) -> _Fetching | None:
@@ -234,6 +248,7 @@ def load_state(
     if critic and not common.get("critic"):
         log.warning("%s holds no critic: the critic starts from the weights that training began with", directory)
         critic = None
+    _verify_shards(directory, place)
     with mcore.quiet(), torch.no_grad():  # by place, Megatron writes into parameters
         sharded = _sharded_state(policy, critic, BY_PLACE if by_place else RESHARDABLE, is_loading=True)
         with _loading(directory):

@@ -17,10 +17,21 @@ import pytest
 
 from turnlog.infra.blobs import MANIFEST, Blobs
 from turnlog.infra.s3 import S3Blobs
+from turnlog.schemas.types import BlobRef
 from turnlog.settings import SettingsError, StoreSettings
 from turnlog.trainer import CheckpointDamaged, CheckpointUnusable, Superseded
 from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor, bring, check_not_stored, cursor_values, hand_on
-from turnlog.trainer.checkpoints.places import CACHE, MARKERS, SUMS, CheckpointStorage, FolderPlace, Marker, StorePlace
+from turnlog.trainer.checkpoints.places import (
+    CACHE,
+    MARKERS,
+    SUMS,
+    CheckpointStorage,
+    FolderPlace,
+    Marker,
+    StorePlace,
+    check_shards,
+    file_sha256,
+)
 from turnlog.trainer.checkpoints.state import regroup_optimizers
 
 
@@ -321,6 +332,26 @@ def test_a_checkpoint_of_a_release_that_kept_no_sums_is_taken_as_it_is(tmp_path:
     name = save(claimed(place), 10)
     (tmp_path / name / SUMS).unlink()
     assert Checkpoints(place, keep=3).newest() == tmp_path / name
+
+
+def test_shards_are_hashed_by_the_ranks_that_write_them_and_verified_by_those_that_load_them(tmp_path: Path) -> None:
+    place = FolderPlace(tmp_path)
+    checkpoints = claimed(place)
+    part = begun(checkpoints, 10)
+    for rank in (1, 2):
+        (part / f"__{rank}_0.distcp").write_text(f"tensors of {rank}")
+    shards = sorted(part.glob("*.distcp"))
+    stored = {path.name: BlobRef(file_sha256(path), path.stat().st_size) for path in shards}
+    shards[1].write_text("altered")  # whoever reads it again sees another hash
+    checkpoints.finish(part, stored, {})
+    folder = tmp_path / checkpoints.seal(part)
+    assert Checkpoints(place, keep=3).newest() == folder
+    for rank in (0, 2):
+        check_shards(folder, rank, 3)
+    with pytest.raises(CheckpointDamaged, match=r"__1_0\.distcp was altered"):
+        check_shards(folder, 1, 3)
+    with pytest.raises(CheckpointDamaged, match=r"__1_0\.distcp was altered"):
+        place.all_of(folder.name)
 
 
 def test_sums_that_list_no_files_are_damage(tmp_path: Path) -> None:

@@ -155,6 +155,27 @@ class Struck(LearnerThread):
         return await super().call(method, *arguments, **named)
 
 
+class Hung(LearnerThread):
+    """Rank 1 is stopped in its first step."""
+
+    async def call(self, method: Any, *arguments: Any, **named: Any) -> Any:
+        if method is Learner.step:
+            (rank_1,) = [one for one in psutil.Process().children() if "turnlog.trainer.launch" in one.cmdline()]
+            rank_1.suspend()
+        return await super().call(method, *arguments, **named)
+
+
+async def test_a_rank_that_hangs_in_a_step_ends_all_and_is_killed(tmp_path: Path) -> None:
+    run = Run(tmp_path, world_size=2, tensor_parallel=2, collective_timeout_s=2.0)
+    await run.begin()
+    async with run.events() as events:
+        await append_batches(events, run.blobs, "run", 1)
+    before = {process.pid for process in psutil.Process().children()}
+    with pytest.raises(RankLost, match=r"within trainer\.collective_timeout_s"):
+        await run.train(Hung)
+    assert {process.pid for process in psutil.Process().children()} == before
+
+
 async def test_a_rank_that_is_killed_between_two_steps_ends_all_and_a_new_gang_makes_the_same_steps(
     tmp_path: Path,
 ) -> None:

@@ -18,6 +18,7 @@ import torch
 from tests.fakes.batches import synthetic_rows
 from tests.reference.plain import PlainLearner
 from turnlog.infra.blobs import StoreUnreachable
+from turnlog.schemas.types import BlobRef
 from turnlog.settings import StoreSettings
 from turnlog.trainer import (
     BooksOff,
@@ -27,7 +28,7 @@ from turnlog.trainer import (
     WeightsMismatch,
     mcore,
 )
-from turnlog.trainer.checkpoints.places import StorePlace
+from turnlog.trainer.checkpoints.places import FolderPlace, StorePlace, file_sha256
 from turnlog.trainer.checkpoints.state import Save, read_common
 from turnlog.trainer.families.family import as_dict
 from turnlog.trainer.families.shape import TINY, TINY_MIXTURE, ModelShape
@@ -275,6 +276,21 @@ def test_a_checkpoint_by_place_is_refused_by_ranks_that_share_the_model_otherwis
     other.restore_weights(tmp_path)  # for an export
     wanted = learner.export()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in other.export().items())
+
+
+def test_a_rank_hashes_what_it_writes_and_verifies_what_it_loads(tmp_path: Path) -> None:
+    learner = Learner(TINY, random_weights(TINY, 1), ONE)
+    learner.begin_save(tmp_path, {})
+    stored = learner.finish_save(True)
+    shard = tmp_path / "__0_0.distcp"
+    assert stored == {shard.name: BlobRef(file_sha256(shard), shard.stat().st_size)}
+    FolderPlace(tmp_path.parent).store_files(tmp_path, stored, {})
+    learner.restore(tmp_path)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointDamaged, match=r"__0_0\.distcp was altered"):
+        learner.restore(tmp_path)
 
 
 def test_a_part_that_cannot_be_written_fails_the_checkpoint_when_it_is_asked_for(tmp_path: Path) -> None:

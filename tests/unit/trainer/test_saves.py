@@ -10,7 +10,7 @@ import pytest
 
 from turnlog.trainer import CheckpointFailed, Superseded
 from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor
-from turnlog.trainer.checkpoints.places import FolderPlace, check_files
+from turnlog.trainer.checkpoints.places import FolderPlace
 from turnlog.trainer.checkpoints.saves import Saves
 from turnlog.trainer.learner import Learner
 
@@ -68,7 +68,7 @@ async def test_steps_go_on_until_every_rank_has_written_and_then_it_counts(tmp_p
     folder = checkpoints.newest()
     assert folder is not None
     assert (saves.saved, folder.name) == (Cursor(step=4), "step-00000004-i0")
-    check_files(folder)
+    assert FolderPlace(tmp_path).all_of(folder.name) == folder
     assert saves.waited_s() > 0
     assert saves.waited_s() == 0
 
