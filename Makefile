@@ -151,9 +151,9 @@ $(ENVIRONMENT): $(UV) $(LOCKS)/all.lock pyproject.toml | supported
 gpu:  ## check and measure the trainer on this machine's GPU, in 10 minutes at most (GPU_MINUTES=5)
 	@PYTHONPATH=src:$$PYTHONPATH $(firstword $(wildcard .venv-gpu/bin/python) python3) -m pytest -c /dev/null --rootdir tests/gpu --confcutdir tests/gpu -o markers=proves -p no:cacheprovider -rs -s tests/gpu
 
-gpu-environment: $(UV)  ## an environment for a machine with an NVIDIA GPU, in .venv-gpu (docs/your-own.md)
+gpu-environment: $(UV)  ## an environment for a machine with an NVIDIA GPU, in .venv-gpu (docs/first-gpu.md)
 	@$(call VENV,.venv-gpu)
-	@VIRTUAL_ENV=.venv-gpu $(UV) pip sync --quiet --require-hashes --compile-bytecode $(LOCKS)/gpu.lock
+	@VIRTUAL_ENV=.venv-gpu $(UV) pip sync --quiet --require-hashes --compile-bytecode $(LOCKS)/gpu-node.lock
 	@VIRTUAL_ENV=.venv-gpu $(UV) pip install --quiet --no-deps --no-build-isolation --editable .
 
 # One resolution of everything for each Python; the others are constrained by it. Those of later Pythons keep the pins of
@@ -173,7 +173,8 @@ lock-%: $(UV)
 	@$(COMPILE) $(FOLLOW) --extra views -o locks/$*/processors.lock
 	@$(COMPILE) $(FOLLOW) --extra sandbox -o locks/$*/sandbox.lock
 	@$(COMPILE) $(FOLLOW) --extra demo -o locks/$*/demo.lock
-	@$(COMPILE) --extra gpu -o locks/$*/gpu.lock
+	@$(COMPILE) --extra gpu-node -o locks/$*/gpu-node.lock
+	@$(COMPILE) -c locks/$*/gpu-node.lock --extra gpu -o locks/$*/gpu.lock
 	@sed -E '/^openai==/,/[^\\]$$/d' locks/$*/all.lock >.cache/without-openai  # SGLang's pin, older than what frameworks want
 	@$(COMPILE) -c .cache/without-openai --group frameworks -o locks/$*/frameworks.lock
 	@$(RESOLVE) $(FOLLOW) --group sbom -o locks/$*/sbom.lock

@@ -182,6 +182,13 @@ class EngineServer(ManagedServer):
             *("--weight-version", str(version)),
         )
 
+    def _gpus(self) -> tuple[str, ...]:
+        """Return arguments that choose the engine's devices. On Ray its actor sees no others."""
+        settings, number = self._settings, re.search(r"\d+$", self.name)
+        first = settings.first_gpu + settings.gpus * int(number.group() if number else 0)
+        on_ray = settings.launcher == "ray"
+        return ("--tp-size", str(settings.gpus), *(() if on_ray else ("--base-gpu-id", str(first))))
+
     def _argv(self, on_cpu: bool) -> tuple[str, ...]:
         settings = self._settings
         return (
@@ -193,7 +200,7 @@ class EngineServer(ManagedServer):
             *("--max-total-tokens", str(settings.max_total_tokens)),
             *("--random-seed", str(self._seed)),
             "--skip-server-warmup",
-            *(CPU_ARGUMENTS if on_cpu else ()),
+            *(CPU_ARGUMENTS if on_cpu else self._gpus()),
             *(self._lora(on_cpu) if self._lora_rank else ()),
             *(() if on_cpu or not settings.colocate else ("--enable-memory-saver",)),
             *settings.extra_args,

@@ -185,6 +185,11 @@ class EngineSettings:
     """Port of `turnlog role engine`; 0 picks a free one and logs it."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of embedded engines."""
+    gpus: Count = 1
+    """GPUs of each embedded engine with device cuda, which share its model (SGLang's --tp-size)."""
+    first_gpu: Amount = 0
+    """Number of the first GPU on this machine that embedded engines take: engine-0 takes it and those that follow up to
+    engine.gpus, engine-1 the next ones. The trainer's ranks take GPUs from 0."""
     dtype: Literal["float32", "bfloat16", "float16", "half", "float", "auto"] = "float32"
     """--dtype of embedded engines; auto takes the type from the model folder."""
     context: Count = 512

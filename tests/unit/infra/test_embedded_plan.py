@@ -159,3 +159,19 @@ def test_a_dashboard_comes_with_its_indexer_on_the_address_that_is_told(own_serv
         dataclasses.replace(own_servers, dashboard=DashboardSettings(enabled=False)), ("index", "dashboard")
     )
     assert ([member.launch.name for member in without.members], without.endpoints.dashboard) == (["topics"], "")
+
+
+def test_embedded_engines_take_neighbouring_gpus_behind_those_of_the_trainer(tiny_model: Path) -> None:
+    settings = EngineSettings(device="cuda", gpus=2, first_gpu=4)
+
+    def arguments(settings: EngineSettings, number: int) -> tuple[str, ...]:
+        name = f"engine-{number}"
+        argv = EngineServer(tiny_model, settings, log=tiny_model / f"{name}.log", name=name).launch().argv
+        return argv[argv.index("--tp-size") :][:4]
+
+    assert [arguments(settings, number) for number in (0, 1)] == [
+        ("--tp-size", "2", "--base-gpu-id", "4"),
+        ("--tp-size", "2", "--base-gpu-id", "6"),
+    ]
+    on_ray = dataclasses.replace(settings, launcher="ray")
+    assert "--base-gpu-id" not in arguments(on_ray, 1), "an actor on Ray sees no other GPUs than its own"
