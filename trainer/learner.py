@@ -30,7 +30,7 @@ from turnlog.schemas.events.batches import HELD_GAP_MAX, HELD_OLD_CACHE_GAP_MAX
 from turnlog.schemas.types import BlobRef
 from turnlog.trainer import BooksOff, mcore
 from turnlog.trainer.algorithms.critic import Critic
-from turnlog.trainer.algorithms.logprobs import frozen_network, logprobs_by, score, warm
+from turnlog.trainer.algorithms.logprobs import frozen_network, keep_scored, logprobs_by, score, warm
 from turnlog.trainer.algorithms.objective import Columns, Floats, ForwardPassResults, Objective
 from turnlog.trainer.algorithms.tokens import Measure, Tokens, bounded_ratio
 from turnlog.trainer.checkpoints.places import StorePlace
@@ -332,24 +332,24 @@ class _Forward:
         self._columns = columns.on(mcore.DEVICE)
         old_cache = np.zeros(len(rows.token_ids), "|u1") if rows.old_cache is None else rows.old_cache
         self._old_cache = torch.from_numpy(old_cache).bool().to(mcore.DEVICE)
-        self.sums = torch.zeros(9, dtype=torch.float64)
+        self.sums = _doubles(9)
         """Sums: weighted loss, trained tokens, entropy, clipped tokens, |gap|, masked tokens, auxiliary loss; then
         |gap| and number of the trained tokens on an old cache, which the first |gap| leaves out.
         """
-        self.gap_max = torch.zeros(2, dtype=torch.float64)
+        self.gap_max = _doubles(2)
         """Maxima of both gaps."""
         known = np.zeros(len(rows.token_ids), bool) if held is None else rows.known_of(held)
         self._known = torch.from_numpy(known).to(mcore.DEVICE)
-        self.held_gap_max = torch.full((len(HELD_GAPS),), -torch.inf, dtype=torch.float64)
+        self.held_gap_max = _doubles(len(HELD_GAPS)) - torch.inf
         """Maxima of both gaps among tokens that the held weights sampled; -inf without such tokens."""
         self.told = torch.zeros((len(TOLD), len(rows.token_ids)), device=mcore.DEVICE) if tell_tokens else None
         """Figures in TOLD of this rank's tokens, [figures, T], 0 elsewhere."""
         # Every rank needs the names, although only the last pipeline stage has the numbers.
         nothing = torch.zeros((1, 1), device=mcore.DEVICE)
         self.measured = objective(self._tokens(nothing, nothing, stand_in(mcore.DEVICE, 1))).measures
-        self.measures = torch.zeros((len(self.measured), 2), dtype=torch.float64)
+        self.measures = _doubles(len(self.measured), 2)
         """[k, (sum, sum of squares)] of the k measures."""
-        self.largest = torch.full((len(self.measured),), -torch.inf, dtype=torch.float64)
+        self.largest = _doubles(len(self.measured)) - torch.inf
 
     def __call__(self, batches: Iterator[PaddedRows], model: Any) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
@@ -382,15 +382,14 @@ class _Forward:
             old_gap.sum(),
             on_old.sum(),
         )
-        self.sums += torch.stack([share.double() for share in shares]).cpu()
-        self.gap_max = torch.maximum(self.gap_max, torch.stack([gap.max(), old_gap.max()]).double().cpu())
+        self.sums += torch.stack([share.double() for share in shares])
+        self.gap_max = torch.maximum(self.gap_max, torch.stack([gap.max(), old_gap.max()]).double())
         known = batch.trained & self._known[batch.places]
         held = [torch.where(known & ~on_old, gap, -torch.inf), torch.where(known & on_old, old_gap, -torch.inf)]
-        self.held_gap_max = torch.maximum(self.held_gap_max, torch.stack([one.max() for one in held]).double().cpu())
+        self.held_gap_max = torch.maximum(self.held_gap_max, torch.stack([one.max() for one in held]).double())
         self._measure(token.measures, batch.trained)
         if self.told is not None:
-            figures = (logprobs, entropy, bounded_ratio(logprobs, seen.old))
-            self.told[:, batch.places[batch.trained]] = torch.stack([one.detach()[batch.trained] for one in figures])
+            keep_scored(self.told, torch.stack([logprobs, entropy, bounded_ratio(logprobs, seen.old)]), batch)
         return weighted * self._trained_total, batch.trained.sum().to(torch.int), {}
 
     @property
@@ -439,11 +438,16 @@ class _Forward:
         )
 
     def _measure(self, measures: Mapping[str, Measure], trained: torch.Tensor) -> None:
-        for place, measure in enumerate(measures.values()):
-            values = measure.values.detach().double()[trained]
-            if len(values):
-                self.measures[place] += torch.stack([values.sum(), values.square().sum()]).cpu()
-                self.largest[place] = torch.maximum(self.largest[place], values.max().cpu())
+        if measures:
+            values = torch.stack([measure.values.detach().double().flatten() for measure in measures.values()])
+            counted = torch.where(trained.flatten(), values, 0.0)
+            self.measures += torch.stack([counted.sum(1), counted.square().sum(1)], 1)
+            self.largest = torch.maximum(self.largest, torch.where(trained.flatten(), values, -torch.inf).amax(1))
+
+
+def _doubles(*size: int) -> torch.Tensor:
+    """Return zeros on the device: sums stay there until the step ends, because the host would wait for each number."""
+    return torch.zeros(size, dtype=torch.float64, device=mcore.DEVICE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,8 +470,8 @@ class Totals:
     def over_ranks(cls, forward: _Forward) -> Totals:
         """Sum over ranks. Only the last pipeline stage has sums; every rank receives them."""
         state = mcore.parallel_state
-        sums = torch.cat([forward.sums, forward.measures.flatten()]).to(mcore.DEVICE)
-        largest = torch.cat([forward.gap_max, forward.held_gap_max, forward.largest]).to(mcore.DEVICE)
+        sums = torch.cat([forward.sums, forward.measures.flatten()])
+        largest = torch.cat([forward.gap_max, forward.held_gap_max, forward.largest])
         group = state.get_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(sums, group=group)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)

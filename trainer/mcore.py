@@ -319,7 +319,6 @@ with warnings.catch_warnings(), importing():
         finalize_model_grads,
     )
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
-    from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -335,7 +334,7 @@ with warnings.catch_warnings(), importing():
     from megatron.core.transformer import ModuleSpec, TransformerConfig
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.enums import ModelType
-    from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+    from megatron.core.transformer.mlp import MLP, apply_swiglu_sharded_factory
     from megatron.core.transformer.module import Float16Module, MegatronModule
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
@@ -389,6 +388,7 @@ __all__ = [
     "BACKEND",
     "COMMON_STATE_FNAME",
     "DEVICE",
+    "MLP",
     "ON_CPU",
     "TRAINED",
     "CheckpointingException",
@@ -417,7 +417,6 @@ __all__ = [
     "TransformerConfig",
     "TransformerLayer",
     "add_prefix_for_sharding",
-    "apply_rotary_pos_emb",
     "apply_swiglu_sharded_factory",
     "build_module",
     "check_devices",

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.trainer.models.attention import zigzag
+from turnlog.trainer.models.attention import PackedRows, zigzag
 from turnlog.trainer.models.experts import RoutedRows
 from turnlog.trainer.models.vision import MicrobatchImages, PicturedRows, lay_out_images
 
@@ -59,6 +59,17 @@ class PaddedRows:
     images: MicrobatchImages | None = None
     edges: tuple[int, ...] = ()
     """Start of each row, and end of the last one, if the rows are packed; the tensors are [1, t] then."""
+    packing: PackedRows | None = None
+    """The same as the model takes it; None for padded rows."""
+
+    def to(self, device: torch.device) -> PaddedRows:
+        """Return the same on another device."""
+        held = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        moved: dict[str, Any] = {name: one.to(device) for name, one in held.items() if isinstance(one, torch.Tensor)}
+        if self.images is not None:
+            moved["images"] = MicrobatchImages(self.images.pixels.to(device), self.images.grids.to(device))
+        packing = PackedRows(self.edges, device) if self.edges else None
+        return dataclasses.replace(self, **moved, packing=packing)
 
 
 def pad_rows(rows: BatchRows, microbatch: Microbatch, device: torch.device, *, multiple: int = 1) -> PaddedRows:

@@ -38,8 +38,9 @@ from turnlog.trainer.microbatches import (
     worth_packing,
 )
 from turnlog.trainer.models import decoder, lora
-from turnlog.trainer.models.attention import RMSNorm
+from turnlog.trainer.models.attention import PackedRows, RMSNorm
 from turnlog.trainer.models.experts import Replay, unrouted_rows
+from turnlog.trainer.models.fused import compiled_parts
 from turnlog.trainer.models.output import HiddenOutput
 from turnlog.trainer.models.vision import Sight
 from turnlog.trainer.plan import LearnerOptions
@@ -102,8 +103,7 @@ def model_config(shape: ModelShape, options: LearnerOptions) -> Any:
         cross_entropy_loss_fusion=False,
     )
     config = mcore.TransformerConfig(**arguments | family(shape.kind).options(shape))
-    for name, value in decoder.rope_options(shape.rope).items():
-        setattr(config, name, value)
+    config.fused, config.compiled = options.fused, compiled_parts(options.compiled, mcore.DEVICE.type)
     return config
 
 
@@ -149,6 +149,8 @@ def build_model(shape: ModelShape, config: Any, options: LearnerOptions) -> Any:
         share_embeddings_and_output_weights=shape.tied,
     )
     model.model_type = mcore.ModelType.encoder_or_decoder
+    decoder.GatedMLP.put_on(model)
+    model.rotary_tables = decoder.RotaryTables(model, shape)
     decoder.scale_rope(model, shape)
     family(shape.kind).finish(shape, model)
     model = model.to(mcore.DEVICE)
@@ -227,7 +229,7 @@ class Network:
             self.reference = FrozenWeights(self.model)
         load_weights(self.model, weights, shape)
         (ValueHead if values else HiddenOutput).put_on(self.model)
-        self._edges: tuple[int, ...] = ()
+        self._packing: PackedRows | None = None
         self.model.register_forward_pre_hook(self._say_where_rows_stand, with_kwargs=True)
         self._sight = Sight(self.model, shape.vision) if shape.vision and self.model.pre_process else None
         self._replay = Replay(self.model, recompute=options.recompute != "none") if shape.mixture else None
@@ -273,21 +275,22 @@ class Network:
             self._replay.clear()
 
     def _laid_out(self, rows: BatchRows, microbatch: Microbatch, packing: bool, scored: torch.Tensor) -> PaddedRows:
-        """Return this rank's part of a microbatch."""
+        """Return this rank's part of a microbatch. It is laid out on the host: nothing of it is read from the device,
+        and all of it is there before the first pass."""
         multiple = self._options.multiple
-        batch = pad_rows(rows, microbatch, mcore.DEVICE, multiple=multiple)
+        batch = pad_rows(rows, microbatch, mcore.CPU, multiple=multiple)
         if packing:
             positions = [max(1, int(rows.lengths[row]) - 1) for row in microbatch] or [multiple]
             batch = pack_rows(batch, [-(-count // multiple) * multiple for count in positions])
         batch = context_shard(batch, mcore.parallel_state.get_context_parallel_rank(), self._options.context_parallel)
-        # Found here, because a pass that asks a device where they are would wait for it.
-        found = scored[batch.places.cpu()].flatten().nonzero()[:, 0].to(mcore.DEVICE)
-        return dataclasses.replace(batch, scored=found)
+        found = scored[batch.places].flatten().nonzero()[:, 0]
+        return dataclasses.replace(batch, scored=found).to(mcore.DEVICE)
 
     def _iterate_microbatches(self, batches: Sequence[PaddedRows]) -> Iterator[PaddedRows]:
         """Yield microbatches as forward passes take them; routers replay what their rows recorded."""
         for batch in self._replay.over(batches) if self._replay else batches:
-            self._edges = batch.edges
+            self._packing = batch.packing
+            self.model.rotary_tables.expect(len(batch.inputs), batch.positions[0] if batch.packing else None)
             if self._sight:
                 self._sight.microbatch = batch
             yield batch
@@ -301,12 +304,7 @@ class Network:
             inputs, positions, *rest = arguments
             axes = positions.movedim(-1, 0) if positions.dim() > inputs.dim() else positions.expand(3, -1, -1)
             arguments = (inputs, axes, *rest)
-        if not self._edges:
-            return arguments, named
-        ends = torch.tensor(self._edges, dtype=torch.int32, device=mcore.DEVICE)
-        longest = int(ends.diff().max())
-        packing = mcore.PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
-        return arguments, {**named, "packed_seq_params": packing}
+        return arguments, named if self._packing is None else {**named, "packed_seq_params": self._packing}
 
 
 class TrainedNetwork(Network):

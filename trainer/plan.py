@@ -46,6 +46,10 @@ class LearnerOptions:
     """Whether layers are computed again for the gradient: none | full."""
     packing: str = "auto"
     """auto | on | off: whether rows are packed instead of padded."""
+    fused: bool = True
+    """Whether elementwise work of layers is done in few passes (trainer.models.fused)."""
+    compiled: str = "auto"
+    """Which of it torch.compile translates (trainer.models.fused.compiled_parts)."""
     microbatch_tokens: int = 8192
     """Maximum number of tokens in a microbatch of several rows."""
     beta1: float = 0.9

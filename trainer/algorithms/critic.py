@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import mcore
+from turnlog.trainer.algorithms.logprobs import keep_scored
 from turnlog.trainer.algorithms.tokens import CriticRules, Lesson, value_loss
 from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.microbatches import PaddedRows
@@ -74,7 +75,7 @@ class Critic:
         self.network.forget_gradients()
         forward = _ValueLoss(rows, lesson, rules.clip)
         self.network.run(without_experts(rows), forward, forward_only=False)
-        loss, trained, clipped = over_ranks(forward.sums.to(mcore.DEVICE)).tolist()
+        loss, trained, clipped = over_ranks(forward.sums).tolist()
         return _GradientResult(loss, trained, clipped, self.network.gradient_norm())
 
 
@@ -133,7 +134,7 @@ class _Values:
         return model(batch.inputs, batch.positions, None), lambda output: self._keep(output[..., 0], batch)
 
     def _keep(self, values: torch.Tensor, batch: PaddedRows) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        self.found[batch.places[batch.trained]] = values[batch.trained]
+        keep_scored(self.found, values, batch)
         return values.sum(), batch.trained.sum().to(torch.int), {}
 
 
@@ -143,7 +144,7 @@ class _ValueLoss:
     def __init__(self, rows: BatchRows, lesson: Lesson, clip: float) -> None:
         self._trained_total, self._clip = int(rows.trained.sum()), clip
         self._values, self._returns = (column.to(mcore.DEVICE) for column in (lesson.values, lesson.returns))
-        self.sums = torch.zeros(3, dtype=torch.float64)
+        self.sums = torch.zeros(3, dtype=torch.float64, device=mcore.DEVICE)
         """Sums of loss, trained tokens, and tokens at which the clip decided."""
 
     def __call__(self, batches: Iterator[PaddedRows], model: Any) -> tuple[torch.Tensor, Any]:
@@ -155,5 +156,5 @@ class _ValueLoss:
         each, decided = value_loss(values, before, returns, self._clip)
         loss = (batch.weights * torch.where(batch.trained, each, 0.0)).sum()
         shares = (loss.detach(), batch.trained.sum(), (batch.trained & decided).sum())
-        self.sums += torch.stack([share.double() for share in shares]).cpu()
+        self.sums += torch.stack([share.double() for share in shares])
         return loss * self._trained_total, batch.trained.sum().to(torch.int), {}

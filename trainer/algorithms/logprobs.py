@@ -22,6 +22,7 @@ from turnlog.trainer.algorithms.objective import Floats
 from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.microbatches import PaddedRows
+from turnlog.trainer.models.fused import is_compiled
 from turnlog.trainer.models.output import logprobs_and_entropy, output_weight
 from turnlog.trainer.network import Network, over_ranks
 from turnlog.trainer.plan import LearnerOptions, check_layout
@@ -103,17 +104,29 @@ def score(
         raise ValueError("the microbatch does not say which of its targets are scored")
     temperature = batch.temperature.reshape(len(batch.temperature), -1).expand(size)
     found = logprobs_and_entropy(
-        hidden.flatten(0, 1)[at],
+        hidden.flatten(0, 1).index_select(0, at),
         output_weight(model),
         batch.targets.flatten()[at],
         temperature.flatten()[at],
         vocabulary=vocabulary,
         entropy=entropy,
+        compiled=is_compiled(getattr(model, "module", model).config, "logprobs"),
     )
     logprobs, entropies = (
         torch.zeros(size.numel(), device=at.device).index_put((at,), one).view(size) for one in found
     )
     return logprobs, entropies
+
+
+def keep_scored(found: torch.Tensor, values: torch.Tensor, batch: PaddedRows) -> None:
+    """Put values [..., b, s] of the scored targets, 0 for those that do not train, at their places in `found` [..., T].
+
+    Which ones those are was found on the host: a mask of the device would make it wait.
+    """
+    at = batch.scored
+    assert at is not None
+    kept = torch.where(batch.trained, values.detach(), 0.0).flatten(-2).index_select(-1, at)
+    found.index_copy_(-1, batch.places.flatten()[at], kept)
 
 
 class _LogProbs:
@@ -133,5 +146,5 @@ class _LogProbs:
         self, model: Any, hidden: torch.Tensor, batch: PaddedRows
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         logprobs, _ = score(model, hidden, batch, self._vocabulary, entropy=False)
-        self.found[batch.places[batch.trained]] = logprobs[batch.trained]
+        keep_scored(self.found, logprobs, batch)
         return logprobs.sum(), batch.trained.sum().to(torch.int), {}

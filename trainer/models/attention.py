@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as functional
 
 from turnlog.trainer import mcore
+from turnlog.trainer.models.fused import is_compiled, is_fused, norm_around_zero
 
 
 def zigzag(positions: int, rank: int, ranks: int) -> torch.Tensor:
@@ -53,13 +54,24 @@ def _natural(edges: tuple[int, ...], ranks: int) -> torch.Tensor:
     return held.argsort()
 
 
+class PackedRows(mcore.PackedSeqParams):  # type: ignore[misc]
+    """The ends of packed rows, for the device and for the host, which must not read them from there."""
+
+    def __init__(self, edges: Sequence[int], device: torch.device | str) -> None:
+        """`edges` are the start of each row and the end of the last one, over all context-parallel ranks."""
+        ends = torch.tensor(edges, dtype=torch.int32, device=device)
+        longest = max(end - start for start, end in itertools.pairwise(edges))
+        super().__init__("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+        self.edges = tuple(edges)
+
+
 Kernel = Callable[..., Any]
 """torch.nn.attention.varlen.varlen_attn, or a function with the same arguments and results."""
 
 
 @functools.lru_cache(maxsize=8)
 def varlen_kernel(device: str, dtype: torch.dtype, head: int) -> Kernel | None:
-    """Return FlashAttention over rows of varying length for head size `head`, or None: needs torch 2.12 or later, CUDA,
+    """Return FlashAttention over rows of varying length for head size `head`, or None: needs torch 2.10 or later, CUDA,
     bfloat16.
     """
     if device != "cuda" or dtype is not torch.bfloat16 or head > 256 or head % 8:
@@ -68,7 +80,29 @@ def varlen_kernel(device: str, dtype: torch.dtype, head: int) -> Kernel | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # before torch 2.10
         return None
-    return varlen_attn if "enable_gqa" in inspect.signature(varlen_attn).parameters else None
+    return varlen_attn if "enable_gqa" in inspect.signature(varlen_attn).parameters else flash_rows
+
+
+def flash_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_ends: torch.Tensor,
+    key_ends: torch.Tensor,
+    longest_query: int,
+    longest_key: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Return what torch 2.12's varlen_attn does, by the operator under it, which takes grouped queries before."""
+    behind, ahead = window_size
+    found: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        query, key, value, query_ends, key_ends, longest_query, longest_key, 0.0, behind < 0, False,
+        scale=scale, window_size_left=behind, window_size_right=ahead,
+    )[0]  # fmt: skip
+    return found
 
 
 BLOCK = 512
@@ -146,7 +180,7 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
         attention_mask: torch.Tensor | None,
         attn_mask_type: Any = None,
         attention_bias: Any = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedRows | None = None,
         **_: Any,
     ) -> torch.Tensor:
         """Map [s, b, h, d] x 3 to [s, b, h d], or packed [t, h, d] x 3 to [t, h d]; s and t count the positions of this
@@ -160,7 +194,7 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
             kernel = self.varlen_kernel(query.device.type, query.dtype, query.size(-1))
             if kernel is not None:
                 return self._in_one_call(kernel, query, key, value, packed_seq_params)
-        edges = packed_seq_params.cu_seqlens_q.tolist() if packed else [0, query.size(0) * ranks]
+        edges = packed_seq_params.edges if packed else [0, query.size(0) * ranks]
         if ranks > 1:
             if attention_mask is not None:
                 raise ValueError("rows that context-parallel ranks share take no attention mask")
@@ -313,12 +347,14 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         """Accept the arguments with which Megatron builds a norm."""
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.zero_centered = config.layernorm_zero_centered_gamma
+        self.config, self.zero_centered = config, config.layernorm_zero_centered_gamma
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension. 1 + weight is computed in float32, because bfloat16 would round it."""
         if not self.zero_centered:
             return super().forward(x)
+        if is_fused(self.config):
+            return norm_around_zero(x, self.weight, float(self.eps or 0.0), compiled=is_compiled(self.config, "norms"))
         scale = 1.0 + self.weight.float()
         return functional.rms_norm(x.float(), self.normalized_shape, scale, self.eps).type_as(x)

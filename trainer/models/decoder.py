@@ -13,6 +13,7 @@ import torch
 
 from turnlog.trainer import mcore
 from turnlog.trainer.families.shape import LinearScaling, ModelShape, Rope, RopeScaling, YarnScaling
+from turnlog.trainer.models import fused
 from turnlog.trainer.models.attention import RMSNorm, SdpaAttention
 
 
@@ -27,8 +28,8 @@ def layer_spec(shape: ModelShape, layer: int) -> Any:
     )
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = SdpaAttention
-    if shape.sliding is not None and shape.sliding.rope is not None:
-        spec.submodules.self_attention.module = TwoRopesAttention
+    two_ropes = shape.sliding is not None and shape.sliding.rope is not None
+    spec.submodules.self_attention.module = TwoRopesAttention if two_ropes else RotatedAttention
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
@@ -71,19 +72,111 @@ class ExpertRowLinear(mcore.RowParallelLinear):  # type: ignore[misc]
         return output.clone(), bias
 
 
-class TwoRopesAttention(mcore.SelfAttention):  # type: ignore[misc]
+class RotatedAttention(mcore.SelfAttention):  # type: ignore[misc]
+    """Self-attention whose queries and keys are normalised and rotated as soon as they are projected, by a table that
+    `RotaryTables` makes once per microbatch. Megatron's own reads from the device where packed rows end, in each layer.
+    """
+
+    _table: torch.Tensor | None = None
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: Any, *, rotary_pos_emb: torch.Tensor, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Map [s, b, h] to [s, b, h]."""
+        self._table = rotary_pos_emb
+        found: tuple[torch.Tensor, torch.Tensor | None] = super().forward(hidden_states, attention_mask, **named)
+        return found
+
+    def get_query_key_value_tensors(
+        self, hidden_states: torch.Tensor, key_value_states: None = None, output_gate: bool = False, **named: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Return rotated queries and keys, values, and gates if there are any: [s, b, heads of this rank, d]."""
+        table, self._table = self._table, None
+        assert table is not None
+        if not fused.is_fused(self.config):
+            query, key, *others = super().get_query_key_value_tensors(
+                hidden_states, key_value_states, output_gate=output_gate, **named
+            )
+            table = table.to(query.dtype)
+            return fused.turn(query, table), fused.turn(key, table), *others
+        mixed, _ = self.linear_qkv(hidden_states)
+        groups = self.num_query_groups_per_partition
+        return fused.heads(
+            mixed.unflatten(-1, (groups, -1, self.hidden_size_per_attention_head)),
+            table,
+            getattr(self.q_layernorm, "weight", None),
+            getattr(self.k_layernorm, "weight", None),
+            fused.HeadRules(
+                each=self.num_attention_heads_per_partition // groups,
+                gated=output_gate,
+                epsilon=self.config.layernorm_epsilon,
+                offset=float(self.config.layernorm_zero_centered_gamma),
+                compiled=fused.is_compiled(self.config, "heads"),
+            ),
+        )
+
+
+class TwoRopesAttention(RotatedAttention):
     """Self-attention of a model whose layers with a sliding window have rotary positions of their own."""
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: Any, *, rotary_pos_emb: torch.Tensor, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Map [s, b, h] to [s, b, h] by this layer's half of the angles that `scale_rope` joins, [s, 1, 1, 2 d]."""
-        halves = rotary_pos_emb.reshape(*rotary_pos_emb.shape[:-1], 2, 2, -1)
-        own = halves[..., int(self.core_attention.window > 0), :].flatten(-2)
-        found: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
-            hidden_states, attention_mask, rotary_pos_emb=own, **named
+        """Map [s, b, h] to [s, b, h] by this layer's half of the joined tables."""
+        own = rotary_pos_emb.chunk(2, -1)[int(self.core_attention.window > 0)]
+        return super().forward(hidden_states, attention_mask, rotary_pos_emb=own, **named)
+
+
+class GatedMLP(mcore.MLP):  # type: ignore[misc]
+    """Feed-forward layer with SwiGLU and no biases."""
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """Map [s, b, h] to [s, b, h], as a layer calls it."""
+        gates, _ = self.linear_fc1(hidden_states)
+        found: tuple[torch.Tensor, None] = self.linear_fc2(
+            fused.swiglu(gates, compiled=fused.is_compiled(self.config, "swiglu"))
         )
         return found
+
+    @classmethod
+    def put_on(cls, model: Any) -> None:
+        """Turn the dense feed-forward layers of a model into this class if they are such ones and fusion is on."""
+        config = model.config
+        plain = config.activation_func_clamp_value is None and not config.glu_linear_offset
+        swiglu = config.gated_linear_unit and config.activation_func is torch.nn.functional.silu
+        if fused.is_fused(config) and swiglu and plain and not config.add_bias_linear:
+            for layer in model.decoder.layers:
+                if type(layer.mlp) is mcore.MLP:
+                    layer.mlp.__class__ = cls
+
+
+class RotaryTables:
+    """Forward hook of a model's rotary positions. It replaces the angles by the table that layers multiply by
+    (fused.rotary_table), [s, b, 1, ...] for padded and [t, 1, 1, ...] for packed rows: computed once per microbatch.
+    """
+
+    def __init__(self, model: Any, shape: ModelShape) -> None:
+        scaling = shape.rope.scaling
+        self._factor = scaling.attention if isinstance(scaling, YarnScaling) else 1.0
+        self._joined = shape.sliding is not None and shape.sliding.rope is not None
+        self._rows, self._positions = 1, None
+        self._by_axes = shape.vision is not None
+        model.rotary_pos_emb.register_forward_hook(self._make)
+
+    def expect(self, rows: int, positions: torch.Tensor | None) -> None:
+        """Say of the next forward pass how many rows it has and, if they are packed, the positions [t] in their
+        rows."""
+        self._rows, self._positions = rows, positions
+
+    def _make(self, _: Any, __: Any, angles: torch.Tensor) -> torch.Tensor:
+        if self._positions is not None and not self._by_axes:
+            angles = angles.index_select(0, self._positions)
+        parts = [angles]
+        if self._joined:
+            halves = angles.unflatten(-1, (2, 2, -1))
+            parts = [halves[..., which, :].flatten(-2) for which in (0, 1)]
+        table = torch.cat([fused.rotary_table(part, self._factor) for part in parts], -1)
+        return table.expand(-1, self._rows, -1, -1).contiguous()
 
 
 def window_options(shape: ModelShape) -> dict[str, Any]:
@@ -142,18 +235,3 @@ def yarn_frequencies(plain: torch.Tensor, theta: float, scaling: YarnScaling) ->
     kept = 1 - ramp
     powers = theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=plain.device) / dim)
     return 1.0 / (scaling.factor * powers) * (1 - kept) + plain * kept
-
-
-def rope_options(rope: Rope) -> dict[str, Any]:
-    """Return attributes of TransformerConfig from which Megatron computes the factor of cosines and sines.
-
-    It is (0.1 a log(s) + 1) / (0.1 b log(s) + 1) for s = yarn_rotary_scaling_factor, a = yarn_mscale and
-    b = yarn_mscale_all_dim: with log(s) = 10 and b = 0 it is a + 1.
-    """
-    if not isinstance(rope.scaling, YarnScaling):
-        return {}
-    return {
-        "yarn_rotary_scaling_factor": math.exp(10.0),
-        "yarn_mscale": rope.scaling.attention - 1.0,
-        "yarn_mscale_all_dim": 0.0,
-    }

@@ -17,6 +17,7 @@ slices.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -185,7 +186,7 @@ class GatedDeltaNet(mcore.MegatronModule):  # type: ignore[misc]
         elif ends is None:
             found = self._by_torch(mixed)
         else:
-            lengths = ends.diff().tolist()
+            lengths = [end - start for start, end in itertools.pairwise(packed_seq_params.edges)]
             padded = torch.nn.utils.rnn.pad_sequence(mixed[:, 0].split(lengths))
             of_rows = self._by_torch(padded).unbind(1)
             found = torch.cat([row[:length] for row, length in zip(of_rows, lengths, strict=True)])[:, None]

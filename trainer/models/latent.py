@@ -18,6 +18,7 @@ import torch.nn.functional as functional
 
 from turnlog.trainer import mcore
 from turnlog.trainer.families.shape import ModelShape, YarnScaling, yarn_magnitude
+from turnlog.trainer.models import fused
 from turnlog.trainer.models.attention import RMSNorm, SdpaAttention
 
 NORM_EPSILON = 1e-6
@@ -73,9 +74,8 @@ class LatentSelfAttention(mcore.MegatronModule):  # type: ignore[misc]
         q_rank, kv_rank, unrotated, value = latent.q_rank, latent.kv_rank, latent.unrotated, latent.value
         self._query, self._expanded = [unrotated, shape.head_dim], [unrotated, value]
         self._kv = [kv_rank, shape.head_dim]
-        self._factor, scale = 1.0, sum(self._query) ** -0.5
+        scale = sum(self._query) ** -0.5
         if isinstance(scaling, YarnScaling):
-            self._factor = scaling.attention
             scale *= yarn_magnitude(scaling.factor, scaling.shares[1] if scaling.shares else 0.0) ** 2
         heads = config.num_attention_heads
         shared = {"config": config, "init_method": config.init_method, "bias": False, "is_expert": False}
@@ -121,12 +121,10 @@ class LatentSelfAttention(mcore.MegatronModule):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Map [s, b, hidden] to the same, as Megatron calls an attention; packed rows have b = 1."""
         unrotated, rotated, key, shared, value = self._project(hidden_states)
+        compiled = fused.is_compiled(self.config, "heads")
+        rotated, shared = (fused.rotate(x, rotary_pos_emb, compiled=compiled) for x in (rotated, shared))
         if packed_seq_params is not None:
             unrotated, rotated, key, shared, value = (x.squeeze(1) for x in (unrotated, rotated, key, shared, value))
-        ends = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
-        rotated, shared = (
-            mcore.apply_rotary_pos_emb(x, rotary_pos_emb, self.config, ends, self._factor) for x in (rotated, shared)
-        )
         query = torch.cat([unrotated, rotated], -1)
         key = torch.cat([key, shared.expand(*key.shape[:-1], -1)], -1)
         found = self.core_attention(query, key, value, attention_mask, packed_seq_params=packed_seq_params)

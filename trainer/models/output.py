@@ -15,9 +15,15 @@ import torch
 import torch.distributed as dist
 
 from turnlog.trainer import mcore
+from turnlog.trainer.models.fused import Compiled
 
 CHUNK_BYTES = 2**28
 """Size of a chunk's logits in float32. At most three such tensors are in memory, with temporaries."""
+COMPILED_CHUNKS = 3
+"""Factor of the rows of a chunk if its passes are compiled: logits and their gradient are then in memory only in the
+dtype of the weights, 2 bytes each in bfloat16."""
+EVEN_ROWS = 128
+"""A chunk of more rows than these has a multiple of them, the tile of a matrix product."""
 LOWEST = -1e4
 """Replaces the log-prob of a column without mass, so that it contributes 0 times a finite number."""
 
@@ -61,20 +67,31 @@ def logprobs_and_entropy(
     vocabulary: int,
     entropy: bool = True,
     chunk_bytes: int = CHUNK_BYTES,
+    compiled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probs of n targets and the entropies over the vocabulary in nats, [n] float32 each.
 
     `hidden` is [n, h], `weight` [columns of this rank, h]; `targets` [n] are token ids; logits are divided by
     `temperature` [n]. Columns from `vocabulary` on only pad the weight. Both results have gradients with respect to
-    `hidden` and `weight`; without `entropy` the second is 0. Collective over tensor-parallel ranks.
+    `hidden` and `weight`; without `entropy` the second is 0. `compiled`: whether the passes over a chunk are compiled.
+    Collective over tensor-parallel ranks.
     """
     first = mcore.parallel_state.get_tensor_model_parallel_rank() * len(weight)
     own = targets - first
     masked = (own < 0) | (own >= len(weight))
-    chunk = max(1, chunk_bytes // (4 * len(weight)))
+    chunk = max(1, chunk_bytes * (COMPILED_CHUNKS if compiled else 1) // (4 * len(weight)))
+    chunk -= chunk % EVEN_ROWS if chunk > EVEN_ROWS else 0
     padding = max(0, min(len(weight), first + len(weight) - vocabulary))
     found: tuple[torch.Tensor, torch.Tensor] = _Scores.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, own.masked_fill(masked, 0), ~masked, temperature[:, None], padding, entropy, chunk
+        hidden,
+        weight,
+        own.masked_fill(masked, 0)[:, None],
+        ~masked[:, None],
+        temperature[:, None],
+        padding,
+        entropy,
+        chunk,
+        compiled,
     )
     return found
 
@@ -94,45 +111,39 @@ class _Scores(torch.autograd.Function):
         padding: int,
         entropy: bool,
         chunk: int,
+        compiled: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         context.set_materialize_grads(False)
-        logprobs = torch.empty(len(hidden), device=hidden.device)
+        logprobs = torch.empty((len(hidden), 1), device=hidden.device)
         norms, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
         for part in _parts(len(hidden), chunk):
-            x = _compute_logits(hidden[part], weight, temperature[part], padding)
-            top = _all_reduce(x.max(-1).values, dist.ReduceOp.MAX)
-            x -= top[:, None]
-            target = x.gather(-1, own[part, None])[:, 0] * here[part]
-            mass = x.exp()
-            sums = [target, mass.sum(-1)]
-            if entropy:
-                sums.append(mass.mul_(x.clamp_(min=LOWEST)).sum(-1))
-            target, total, *weighed = _all_reduce(torch.stack(sums))
+            logits = hidden[part] @ weight.T
+            top, *sums = softmax_sums(
+                logits, own[part], temperature[part], padding=padding, entropy=entropy, compiled=compiled
+            )
+            top, (target, total, *weighed) = _over_ranks(top, sums, here[part])
             logprobs[part] = target - total.log()
             norms[part] = top + total.log()
             if entropy:
                 entropies[part] = total.log() - weighed[0] / total
         context.save_for_backward(hidden, weight, own, here, temperature, norms, entropies)
-        context.padding, context.chunk = padding, chunk
-        return logprobs, entropies
+        context.chunk, context.constants = chunk, {"padding": padding, "compiled": compiled}
+        return logprobs[:, 0], entropies[:, 0]
 
     @staticmethod
     def backward(context: Any, for_logprobs: torch.Tensor | None, for_entropies: torch.Tensor | None) -> Any:
         hidden, weight, own, here, temperature, norms, entropies = context.saved_tensors
-        wanted = torch.zeros_like(norms) if for_logprobs is None else for_logprobs
+        wanted = torch.zeros_like(norms) if for_logprobs is None else for_logprobs[:, None].contiguous()
+        drawn = None if for_entropies is None else for_entropies[:, None].contiguous()
         to_hidden = torch.empty_like(hidden)
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if context.needs_input_grad[1] else None
         for part in _parts(len(hidden), context.chunk):
-            logprobs = _compute_logits(hidden[part], weight, temperature[part], context.padding).sub_(norms[part, None])
-            slope = logprobs.exp()
-            if for_entropies is None:
-                slope *= -wanted[part, None]
-            else:
-                drawn = logprobs.clamp_(min=LOWEST).add_(entropies[part, None]).mul_(for_entropies[part, None])
-                slope *= drawn.add_(wanted[part, None]).neg_()
-            del logprobs
-            slope.scatter_add_(-1, own[part, None], (wanted[part] * here[part])[:, None])
-            products = slope.div_(temperature[part]).to(weight.dtype)
+            logits = hidden[part] @ weight.T
+            of_tokens = [
+                None if one is None else one[part] for one in (own, here, temperature, norms, wanted, drawn, entropies)
+            ]
+            products, at_target = logit_slopes(logits, *of_tokens, **context.constants)
+            products.scatter_(-1, own[part], at_target)
             to_hidden[part] = products @ weight
             if to_weight is not None and weight.dtype is torch.float32:
                 to_weight.addmm_(products.T, hidden[part])
@@ -140,21 +151,76 @@ class _Scores(torch.autograd.Function):
                 to_weight += products.T @ hidden[part]
         # Each tensor-parallel rank has only its columns' part of the gradient. Megatron would sum it later, into a copy
         # of a tensor that is not contiguous, and so lose the sum.
-        return _all_reduce(to_hidden), None if to_weight is None else to_weight.to(weight.dtype), *[None] * 6
+        return _all_reduce(to_hidden), None if to_weight is None else to_weight.to(weight.dtype), *[None] * 7
 
 
 def _parts(count: int, chunk: int) -> Iterator[slice]:
     return (slice(start, min(start + chunk, count)) for start in range(0, count, chunk))
 
 
-def _compute_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, temperature: torch.Tensor, padding: int
-) -> torch.Tensor:
-    """Return a chunk's logits / temperature in float32, with the last `padding` columns masked out of every softmax."""
-    x = (hidden @ weight.T).float().div_(temperature)
+def _scale(logits: torch.Tensor, temperature: torch.Tensor, padding: int) -> torch.Tensor:
+    """Return logits / temperature in float32, in place of float32 logits, with the last `padding` columns masked out of
+    every softmax."""
+    x = logits.float().div_(temperature)
     if padding:
         x[:, -padding:] = torch.finfo(torch.float32).min
     return x
+
+
+def _softmax_sums(
+    logits: torch.Tensor, own: torch.Tensor, temperature: torch.Tensor, *, padding: int, entropy: bool
+) -> tuple[torch.Tensor, ...]:
+    """Return the maximum m of x = logits / temperature over a rank's columns, x - m of the target, the sum of
+    exp(x - m) and, with `entropy`, that of exp(x - m) (x - m): [c, 1] each."""
+    x = _scale(logits, temperature, padding)
+    top = x.amax(-1, keepdim=True)
+    x = x.sub_(top)
+    target, mass = x.gather(-1, own), x.exp()
+    total = mass.sum(-1, keepdim=True)
+    if not entropy:
+        return top, target, total
+    return top, target, total, mass.mul_(x.clamp_(min=LOWEST)).sum(-1, keepdim=True)
+
+
+def _logit_slopes(
+    logits: torch.Tensor,
+    own: torch.Tensor,
+    here: torch.Tensor,
+    temperature: torch.Tensor,
+    norms: torch.Tensor,
+    wanted: torch.Tensor,
+    drawn: torch.Tensor | None,
+    entropies: torch.Tensor,
+    *,
+    padding: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of the logits without that of the target's own log-prob, and all of it at the targets
+    [c, 1]."""
+    logprobs = _scale(logits, temperature, padding).sub_(norms)
+    slope = logprobs.exp()
+    if drawn is None:
+        slope = slope.mul_(-wanted)
+    else:
+        slope = slope.mul_(logprobs.clamp_(min=LOWEST).add_(entropies).mul_(drawn).add_(wanted).neg_())
+    slope = slope.div_(temperature)
+    at_target = slope.gather(-1, own) + wanted * here / temperature
+    return slope.to(logits.dtype), at_target.to(logits.dtype)
+
+
+softmax_sums, logit_slopes = Compiled(_softmax_sums), Compiled(_logit_slopes)
+
+
+def _over_ranks(
+    top: torch.Tensor, sums: list[torch.Tensor], here: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return maximum and sums over the columns of all tensor-parallel ranks, from those of one."""
+    target, total, *weighed = sums
+    if mcore.parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return top, sums
+    most = _all_reduce(top.clone(), dist.ReduceOp.MAX)
+    shift = (top - most).clamp_(min=LOWEST)
+    weighed = [shift.exp() * (one + shift * total) for one in weighed]
+    return most, list(_all_reduce(torch.stack([(target + top - most) * here, shift.exp() * total, *weighed])))
 
 
 def _all_reduce(values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:

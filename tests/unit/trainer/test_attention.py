@@ -21,7 +21,7 @@ from tests.each import each
 from turnlog.trainer import mcore
 from turnlog.trainer.families.shape import TINY
 from turnlog.trainer.launch import process_group
-from turnlog.trainer.models.attention import BLOCK, Kernel, RMSNorm, SdpaAttention, varlen_kernel
+from turnlog.trainer.models.attention import BLOCK, Kernel, PackedRows, RMSNorm, SdpaAttention, varlen_kernel
 from turnlog.trainer.network import model_config
 from turnlog.trainer.plan import LearnerOptions
 
@@ -47,14 +47,13 @@ def attention(kernel: Kernel | None = None, layer: int = 1, **options: Any) -> S
     return found
 
 
-def rows(device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], mcore.PackedSeqParams]:
+def rows(device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], PackedRows]:
     """Queries, keys and values of three rows, and where those end."""
     made = [
         torch.randn(EDGES[-1], heads, TINY.head_dim, device=device, dtype=dtype, requires_grad=True)
         for heads in (TINY.heads, TINY.groups, TINY.groups)
     ]
-    ends = torch.tensor(EDGES, dtype=torch.int32, device=device)
-    return made, mcore.PackedSeqParams("thd", ends, ends, max_seqlen_q=8, max_seqlen_kv=8)
+    return made, PackedRows(EDGES, device)
 
 
 def in_float64(
@@ -159,8 +158,7 @@ def test_windows_and_sinks_are_those_of_transformers(rows: str, window: int, sin
     inputs = [*(x.requires_grad_() for x in tensors), *own.parameters()]
     edges = (0, 5, 6, positions) if rows == "packed" else (0, positions)
     if rows == "packed":
-        ends = torch.tensor(edges, dtype=torch.int32)
-        packing = mcore.PackedSeqParams("thd", ends, ends, max_seqlen_q=positions, max_seqlen_kv=positions)
+        packing = PackedRows(edges, "cpu")
         found = own(*(x.squeeze(1) for x in tensors), None, packed_seq_params=packing)
     else:
         later = torch.ones(positions, positions, dtype=torch.bool).triu(1)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
@@ -18,6 +18,7 @@ from turnlog.trainer import mcore
 from turnlog.trainer.families.shape import TINY
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.models import gated_delta
+from turnlog.trainer.models.attention import PackedRows
 from turnlog.trainer.models.gated_delta import DeltaKernels, DeltaSubmodules, GatedDeltaNet, gated_delta_rule
 from turnlog.trainer.network import model_config
 from turnlog.trainer.plan import LearnerOptions
@@ -114,8 +115,7 @@ def random_rows(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
 
 
 def packing(lengths: tuple[int, ...] = LENGTHS) -> Any:
-    ends = functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
-    return mcore.PackedSeqParams("thd", ends, ends, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+    return PackedRows([*itertools.accumulate(lengths, initial=0)], "cpu")
 
 
 @each("scale", [1.0, 3.0])
