@@ -232,6 +232,8 @@ class GroupStepAdam(torch.optim.Optimizer):
             raise ValueError("Adam without bias correction is not supported")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.adam_w_mode = adam_w_mode
+        self.fused = True
+        """Whether parameters on CUDA are updated by a few kernels for all of them, instead of several for each."""
 
     @torch.no_grad()
     def step(self, closure: None = None, **_: Any) -> None:  # type: ignore[override]
@@ -246,13 +248,16 @@ class GroupStepAdam(torch.optim.Optimizer):
         for param in params:
             if not self.state[param]:
                 self.state[param].update(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+        device = params[0].device
+        fused = self.fused and device.type == "cuda" and all(param.device == device for param in params)
+        steps = torch.full((len(params),), float(group["step"] - 1), device=device if fused else CPU)
         adam(
             params,
             [param.grad for param in params if param.grad is not None],
             [self.state[param]["exp_avg"] for param in params],
             [self.state[param]["exp_avg_sq"] for param in params],
             [],
-            [torch.tensor(float(group["step"] - 1)) for _ in params],
+            list(steps.unbind()),
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -262,6 +267,7 @@ class GroupStepAdam(torch.optim.Optimizer):
             maximize=False,
             decoupled_weight_decay=self.adam_w_mode,
             foreach=False,
+            fused=fused,
         )
 
 

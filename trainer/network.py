@@ -327,6 +327,7 @@ class TrainedNetwork(Network):
         self.optimizer = mcore.get_megatron_optimizer(self._optimizer_config(), [self._wrapped], overrides)
         for one in self.optimizer.chained_optimizers:  # moments start at 0, so that step 0 can be saved
             one.init_state_fn(one.optimizer, one.config)
+            one.optimizer.fused = options.fused
             for group in one.optimizer.param_groups:
                 group.setdefault("step", 0)
         self._config.grad_scale_func = self.optimizer.scale_loss
