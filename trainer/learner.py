@@ -67,8 +67,8 @@ class StepResult:
     """max |trainer - recorded| log-prob over these."""
     old_cache_gap_mean: float
     """Mean of the same differences."""
-    entropy: float
-    """Mean over trained tokens, in nats, at the row's temperature."""
+    entropy: float | None
+    """Mean over trained tokens, in nats, at the row's temperature; None if nothing asked for it."""
     clip_fraction: float
     """Share of trained tokens at which the clip decided."""
     masked: int
@@ -133,7 +133,7 @@ class Learner:
             self._teacher = frozen_network(*teacher, options) if teacher else None
         self._adapters = {name: getattr(options, name) for name in ADAPTERS} if options.lora_rank else {}
         self._whole = options.reshardable or mcore.parallel_state.get_data_parallel_world_size() == 1
-        self._unrouted_train = options.unrouted_train
+        self._unrouted_train, self._report_entropy = options.unrouted_train, options.entropy
         self._save: Save | None = None
         self._place = place
 
@@ -288,6 +288,7 @@ class Learner:
     ) -> tuple[Totals, dict[str, Floats] | None]:
         trained = int(rows.trained.sum())
         forward = _Forward(objective, columns, rows, self._out(rows), self.shape.vocabulary, tell_tokens, held)
+        forward.with_entropy |= self._report_entropy
         scored = rows.trained.astype(bool)
         if columns.auxiliary is not None:
             scored |= columns.auxiliary.numpy() != 0
@@ -327,9 +328,11 @@ class _Forward:
         held: int | None,
     ) -> None:
         """`out` [n] flags the rows whose tokens are masked."""
+        self.with_entropy = objective.trains_entropy or tell_tokens
+        """Whether the entropy is computed."""
         self._objective, self._vocabulary, self._trained_total = objective, vocabulary, int(rows.trained.sum())
         self._out = torch.from_numpy(np.repeat(out, rows.lengths)).to(mcore.DEVICE)
-        self._columns = columns.on(mcore.DEVICE)
+        self.columns = columns.on(mcore.DEVICE)
         old_cache = np.zeros(len(rows.token_ids), "|u1") if rows.old_cache is None else rows.old_cache
         self._old_cache = torch.from_numpy(old_cache).bool().to(mcore.DEVICE)
         self.sums = _doubles(9)
@@ -359,9 +362,9 @@ class _Forward:
     def _loss(
         self, model: Any, hidden: torch.Tensor, batch: PaddedRows
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        logprobs, entropy = score(model, hidden, batch, self._vocabulary)
+        logprobs, entropy = score(model, hidden, batch, self._vocabulary, entropy=self.with_entropy)
         entropy = entropy if self._objective.trains_entropy else entropy.detach()
-        seen = self._tokens(logprobs, entropy, batch)
+        seen = self._tokens(logprobs, entropy if self.with_entropy else None, batch)
         token = self._objective(seen)
         masked = self._out[batch.places]
         masked = masked if token.masked is None else masked | token.masked
@@ -392,25 +395,20 @@ class _Forward:
             keep_scored(self.told, torch.stack([logprobs, entropy, bounded_ratio(logprobs, seen.old)]), batch)
         return weighted * self._trained_total, batch.trained.sum().to(torch.int), {}
 
-    @property
-    def auxiliary(self) -> bool:
-        """Whether there is an auxiliary loss."""
-        return self._columns.auxiliary is not None
-
     def _beside(self, values: torch.Tensor | None, masked: torch.Tensor, batch: PaddedRows) -> torch.Tensor:
         """Return the auxiliary loss. Padding refers to the batch's first token, which has weight 0."""
-        weights = self._columns.auxiliary
+        weights = self.columns.auxiliary
         if values is None or weights is None:
             return torch.zeros((), device=mcore.DEVICE)
         return (weights[batch.places] * torch.where(masked, 0.0, values)).sum()
 
-    def _tokens(self, logprobs: torch.Tensor, entropy: torch.Tensor, batch: PaddedRows) -> Tokens:
+    def _tokens(self, logprobs: torch.Tensor, entropy: torch.Tensor | None, batch: PaddedRows) -> Tokens:
         """Return the objective's view of the tokens.
 
         Where nothing trains, or the token's row is masked, every log-prob is replaced by the current one: the loss of
         such a token is dropped afterwards, but an infinity in it would stay in the gradient as NaN.
         """
-        current, columns = logprobs.detach(), self._columns
+        current, columns = logprobs.detach(), self.columns
         live = batch.trained & ~self._out[batch.places]
 
         def here(column: torch.Tensor | None) -> torch.Tensor | None:
@@ -456,7 +454,7 @@ class Totals:
 
     loss: float
     trained: int
-    entropy: float
+    entropy: float | None
     clipped: float
     gap: float
     gap_max: float
@@ -490,12 +488,12 @@ class Totals:
                 forward.measured.items(), moments[::2], moments[1::2], tops, strict=True
             )
         }
-        if forward.auxiliary:
+        if forward.columns.auxiliary is not None:
             metrics["auxiliary_loss"] = beside
         metrics |= held
         return cls(
-            loss, round(trained), entropy, clipped, gap, gap_max, old_gap, old_gap_max, round(on_old), round(masked),
-            metrics,
+            loss, round(trained), entropy if forward.with_entropy else None, clipped, gap, gap_max, old_gap,
+            old_gap_max, round(on_old), round(masked), metrics,
         )  # fmt: skip
 
     def result(self, grad_norm: float, *, skipped: bool, more: Mapping[str, float] | None = None) -> StepResult:
@@ -511,7 +509,7 @@ class Totals:
             old_cache_tokens=self.on_old,
             old_cache_gap_max=self.old_gap_max,
             old_cache_gap_mean=self.old_gap / max(1, self.on_old),
-            entropy=self.entropy / each,
+            entropy=None if self.entropy is None else self.entropy / each,
             clip_fraction=self.clipped / each,
             masked=self.masked,
             metrics={**self.metrics, **(more or {})},

@@ -46,6 +46,8 @@ class LearnerOptions:
     """Whether layers are computed again for the gradient: none | full."""
     packing: str = "auto"
     """auto | on | off: whether rows are packed instead of padded."""
+    entropy: bool = True
+    """Whether steps report the entropy also if nothing trains it."""
     fused: bool = True
     """Whether elementwise work of layers is done in few passes (trainer.models.fused)."""
     compiled: str = "auto"
@@ -230,6 +232,9 @@ def learning_plan(settings: Settings, *, cuda: bool | None = None) -> LearningPl
             sequence_parallel=trainer.sequence_parallel,
             recompute=trainer.recompute,
             packing=trainer.packing,
+            entropy=trainer.entropy,
+            fused=trainer.fused,
+            compiled=trainer.compiled,
             microbatch_tokens=trainer.microbatch_tokens,
             beta1=trainer.beta1,
             beta2=trainer.beta2,
@@ -266,6 +271,7 @@ def learning_plan(settings: Settings, *, cuda: bool | None = None) -> LearningPl
 UNRECORDED = frozenset(
     {"allow_changes", "world_size", "threads", "microbatch_tokens", "packing", "recompute", "sequence_parallel"}
     | {"deterministic", "collective_timeout_s"}
+    | {"entropy", "fused", "compiled"}
     | {f"{way}_parallel" for way in ("tensor", "pipeline", "context", "expert")}
     | {"initial_weights", "reference", "teacher", "warm_start_steps", "warm_start_seed"}
     | {"publish_every", "checkpoint_every", "checkpoints", "checkpoints_kept", "checkpoints_reshardable"}

@@ -446,6 +446,15 @@ class TrainerSettings(LearningSettings):
     recompute: Literal["none", "full"] = "none"
     """full: keep only the inputs of each layer and recompute the rest in the backward pass, which saves memory. none:
     keep all activations."""
+    fused: bool = True
+    """Whether elementwise work of layers (norms of queries and keys, rotary positions, SwiGLU, Adam on CUDA) is done in
+    few passes over memory. false: by Megatron's and torch's own functions, for comparison."""
+    compiled: Literal["auto", "off"] = "auto"
+    """auto: on CUDA, torch.compile makes one kernel of each fused function and of the passes over logits, which takes
+    up to a minute of the first step. off: they run as separate kernels."""
+    entropy: bool = True
+    """Whether each step reports the mean entropy of the policy, which costs no pass over the logits of its own and no
+    memory. false: only steps that train on it or write a token file compute it; StepCompleted then has null."""
     lora_rank: Amount = 0
     """Rank of low-rank adapters in attention and dense layers, which are then all that is trained; 0 trains every
     weight."""

@@ -106,7 +106,7 @@ class Objective(Protocol):
 
     @property
     def trains_entropy(self) -> bool:
-        """Whether the entropy needs a gradient."""
+        """Whether the loss uses the entropy, which then has a gradient."""
 
     @property
     def critic(self) -> CriticRules | None:
@@ -206,7 +206,8 @@ class PolicyGradient:
 
     @property
     def trains_entropy(self) -> bool:
-        return self.entropy_coefficient != 0.0 or (self.auxiliary is not None and self.auxiliary.wants_entropy)
+        wanted = self.algorithm.wants_entropy or (self.auxiliary is not None and self.auxiliary.wants_entropy)
+        return self.entropy_coefficient != 0.0 or wanted
 
     @property
     def _has_reward_penalty(self) -> bool:
@@ -319,6 +320,7 @@ class PolicyGradient:
         if tokens.teacher is not None:
             measures["teacher_kl"] = Measure(current - tokens.teacher)
         if self.entropy_coefficient:
+            assert tokens.entropy is not None
             value = value - self.entropy_coefficient * tokens.entropy
         beside = None if self.auxiliary is None else self.auxiliary.loss(tokens, *self.auxiliary_numbers)
         return TokenLoss(value, found.clipped, masked, measures, beside)

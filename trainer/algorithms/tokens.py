@@ -55,8 +55,9 @@ class Tokens:
     """Advantages, including the teacher's part."""
     trained: torch.Tensor
     """Boolean mask of trained tokens."""
-    entropy: torch.Tensor
-    """Entropy of the whole distribution, in nats."""
+    entropy: torch.Tensor | None
+    """Entropy of the whole distribution, in nats; with a gradient if the objective trains it, None if nothing asks for
+    it."""
     trajectory_gap: torch.Tensor | None = None
     """Sum of current - old log-probs over all trained tokens of the token's trajectory, on whatever rows and ranks; for
     algorithms that are `by_trajectory`.
@@ -163,6 +164,8 @@ class Algorithm:
     """
     distils: bool = False
     """Whether its advantages come from a teacher alone; it must then have {"fold.estimator": ("none",)} in `wants`."""
+    wants_entropy: bool = False
+    """Whether the loss uses the entropy, which then has a gradient."""
     wants: Wants = field(default_factory=dict)
     """Settings that its definition requires: {"batcher.weighting": ("trajectory",)}."""
 
