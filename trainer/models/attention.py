@@ -200,11 +200,11 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
                 raise ValueError("rows that context-parallel ranks share take no attention mask")
             key, value = (self._gather_ranks(x, edges) for x in (key, value))
         if packed:
-            parts = self._rows(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), edges)
-            return torch.cat(parts).squeeze(1).flatten(1)
+            found = self._rows(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), edges)
+            return found.squeeze(1).flatten(1)
         if attention_mask is not None:
             return self._attend(query, key, value, ~attention_mask).flatten(2)
-        return torch.cat(self._rows(query, key, value, edges)).flatten(2)
+        return self._rows(query, key, value, edges).flatten(2)
 
     def _in_one_call(
         self, kernel: Kernel, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Any
@@ -223,10 +223,8 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
         )
         return found[..., :size].flatten(1)
 
-    def _rows(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, edges: Sequence[int]
-    ) -> list[torch.Tensor]:
-        """Attend row by row; return this rank's part of each row."""
+    def _rows(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, edges: Sequence[int]) -> torch.Tensor:
+        """Attend row by row; return this rank's part of each row, one after the other."""
         ranks = self.config.context_parallel_size
         rank = mcore.parallel_state.get_context_parallel_rank()
         parts: list[torch.Tensor] = []
@@ -239,7 +237,7 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
                 for queries, at in ((own[:chunk], rank), (own[chunk:], 2 * ranks - 1 - rank)):
                     before = slice(start, start + (at + 1) * chunk)
                     parts.append(self._attend(queries, key[before], value[before]))
-        return parts
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _gather_ranks(self, x: torch.Tensor, edges: Sequence[int]) -> torch.Tensor:
         """Gather keys or values of all ranks, in row-by-row order."""
@@ -354,7 +352,7 @@ class RMSNorm(torch.nn.RMSNorm):
         """Normalise the last dimension. 1 + weight is computed in float32, because bfloat16 would round it."""
         if not self.zero_centered:
             return super().forward(x)
-        if is_fused(self.config):
+        if is_fused(self.config, "norms", x.dtype):
             return norm_around_zero(x, self.weight, float(self.eps or 0.0), compiled=is_compiled(self.config, "norms"))
         scale = 1.0 + self.weight.float()
         return functional.rms_norm(x.float(), self.normalized_shape, scale, self.eps).type_as(x)

@@ -93,7 +93,7 @@ class RotatedAttention(mcore.SelfAttention):  # type: ignore[misc]
         """Return rotated queries and keys, values, and gates if there are any: [s, b, heads of this rank, d]."""
         table, self._table = self._table, None
         assert table is not None
-        if not fused.is_fused(self.config):
+        if not fused.is_fused(self.config, "heads", hidden_states.dtype):
             query, key, *others = super().get_query_key_value_tensors(
                 hidden_states, key_value_states, output_gate=output_gate, **named
             )
@@ -132,6 +132,8 @@ class GatedMLP(mcore.MLP):  # type: ignore[misc]
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         """Map [s, b, h] to [s, b, h], as a layer calls it."""
+        if not fused.is_fused(self.config, "swiglu", hidden_states.dtype):
+            return super().forward(hidden_states)  # type: ignore[no-any-return]
         gates, _ = self.linear_fc1(hidden_states)
         found: tuple[torch.Tensor, None] = self.linear_fc2(
             fused.swiglu(gates, compiled=fused.is_compiled(self.config, "swiglu"))
@@ -140,11 +142,11 @@ class GatedMLP(mcore.MLP):  # type: ignore[misc]
 
     @classmethod
     def put_on(cls, model: Any) -> None:
-        """Turn the dense feed-forward layers of a model into this class if they are such ones and fusion is on."""
+        """Turn the dense feed-forward layers of a model into this class if they are such ones."""
         config = model.config
         plain = config.activation_func_clamp_value is None and not config.glu_linear_offset
         swiglu = config.gated_linear_unit and config.activation_func is torch.nn.functional.silu
-        if fused.is_fused(config) and swiglu and plain and not config.add_bias_linear:
+        if swiglu and plain and not config.add_bias_linear:
             for layer in model.decoder.layers:
                 if type(layer.mlp) is mcore.MLP:
                     layer.mlp.__class__ = cls

@@ -30,19 +30,20 @@ class Compiled:
     call. Everything else is constant in a translation: other sizes, and what is given by name.
     """
 
-    def __init__(self, function: Function) -> None:
-        self._function = function
+    def __init__(self, function: Function, backend: Any = "inductor") -> None:
+        """`backend` is that of torch.compile."""
+        self.function, self._backend = function, backend
         self._translated: Function | None = None
-        self._failed = False
+        self.failed = False
 
     def __call__(self, *tensors: torch.Tensor | None, compiled: bool, **constants: Any) -> Any:
         """Call the function, translated if `compiled` is set. A translation that fails is warned of once; from then on
         the function runs as it is written."""
-        if not compiled or self._failed:
-            return self._function(*tensors, **constants)
+        if not compiled or self.failed:
+            return self.function(*tensors, **constants)
         try:
             if self._translated is None:
-                self._translated = torch.compile(self._function, dynamic=False, fullgraph=True)
+                self._translated = torch.compile(self.function, dynamic=False, fullgraph=True, backend=self._backend)
             for tensor in tensors:
                 if tensor is not None and tensor.dim() > 1:
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -50,14 +51,14 @@ class Compiled:
         except torch.OutOfMemoryError:
             raise
         except Exception:
-            self._failed = True
+            self.failed = True
             log.warning(
                 "torch.compile failed for %s, which now runs uncompiled and slower; set trainer.compiled to off to "
                 "skip the attempt",
-                self._function.__name__,
+                self.function.__name__,
                 exc_info=True,
             )
-            return self._function(*tensors, **constants)
+            return self.function(*tensors, **constants)
 
 
 NAMES = ("heads", "swiglu", "norms", "logprobs")
@@ -75,9 +76,10 @@ def compiled_parts(setting: str, device: str) -> frozenset[str]:
     return names
 
 
-def is_fused(config: Any) -> bool:
-    """Whether layers of this TransformerConfig do their elementwise work by this module: its attribute `fused`."""
-    return getattr(config, "fused", True)
+def is_fused(config: Any, name: str, dtype: torch.dtype) -> bool:
+    """Whether layers of this TransformerConfig do the work called `name` by this module: its attribute `fused` is set,
+    and the work is compiled or the dtype float32, to which each operator would otherwise convert."""
+    return getattr(config, "fused", True) and (is_compiled(config, name) or dtype is torch.float32)
 
 
 def is_compiled(config: Any, name: str) -> bool:
