@@ -274,7 +274,6 @@ def learning_plan(settings: Settings, *, cuda: bool | None = None) -> LearningPl
 UNRECORDED = frozenset(
     {"allow_changes", "world_size", "threads", "microbatch_tokens", "packing", "recompute", "sequence_parallel"}
     | {"deterministic", "collective_timeout_s"}
-    | {"entropy", "fused", "compiled"}
     | {"entropy", "attention", "fused", "compiled"}
     | {f"{way}_parallel" for way in ("tensor", "pipeline", "context", "expert")}
     | {"initial_weights", "reference", "teacher", "warm_start_steps", "warm_start_seed"}

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from batches import synthetic_rows
-from steps import OBJECTIVE, QWEN3_06B, SMALL
+from measure import OBJECTIVE, QWEN3_06B, SMALL
 
 from turnlog.trainer import mcore
 from turnlog.trainer.families.costs import row_flops

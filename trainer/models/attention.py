@@ -202,7 +202,7 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
             kernel = self.varlen_kernel(query.device.type, query.dtype, query.size(-1))
             if kernel is not None:
                 return self._in_one_call(kernel, query, key, value, packed_seq_params)
-        edges = packed_seq_params.edges if packed else [0, query.size(0) * ranks]
+        edges = packed_seq_params.edges if packed_seq_params is not None else [0, query.size(0) * ranks]
         if ranks > 1:
             if attention_mask is not None:
                 raise ValueError("rows that context-parallel ranks share take no attention mask")

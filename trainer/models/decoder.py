@@ -161,7 +161,8 @@ class RotaryTables:
         scaling = shape.rope.scaling
         self._factor = scaling.attention if isinstance(scaling, YarnScaling) else 1.0
         self._joined = shape.sliding is not None and shape.sliding.rope is not None
-        self._rows, self._positions = 1, None
+        self._rows = 1
+        self._positions: torch.Tensor | None = None
         self._by_axes = shape.vision is not None
         model.rotary_pos_emb.register_forward_hook(self._make)
 
@@ -175,7 +176,7 @@ class RotaryTables:
             angles = angles.index_select(0, self._positions)
         parts = [angles]
         if self._joined:
-            halves = angles.unflatten(-1, (2, 2, -1))
+            halves = angles.view(*angles.shape[:-1], 2, 2, -1)
             parts = [halves[..., which, :].flatten(-2) for which in (0, 1)]
         table = torch.cat([fused.rotary_table(part, self._factor) for part in parts], -1)
         return table.expand(-1, self._rows, -1, -1).contiguous()

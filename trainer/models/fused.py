@@ -98,7 +98,7 @@ def rotary_table(angles: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
 
 
 def _swap_halves(x: torch.Tensor) -> torch.Tensor:
-    return x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    return x.reshape(*x.shape[:-1], 2, -1).flip(-2).flatten(-2)
 
 
 def turn(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -264,7 +264,7 @@ class _Rotation(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(context: Any, slope: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(context: Any, slope: torch.Tensor) -> Any:
         (table,) = context.saved_tensors
         return rotate_backward(slope, table, compiled=context.compiled), None, None
 
@@ -274,7 +274,7 @@ def rotate(x: torch.Tensor, table: torch.Tensor, *, compiled: bool = False) -> t
     the table for the gradient."""
     size = x.shape[:2]
     found: torch.Tensor = _Rotation.apply(x.flatten(0, 1), _by_token(table, size), compiled)  # type: ignore[no-untyped-call]
-    return found.unflatten(0, size)
+    return found.view(*size, *found.shape[1:])
 
 
 def _swiglu(x: torch.Tensor) -> torch.Tensor:
@@ -301,7 +301,7 @@ class _SwiGLU(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(context: Any, slope: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(context: Any, slope: torch.Tensor) -> Any:
         (x,) = context.saved_tensors
         return swiglu_backward(slope, x, compiled=context.compiled), None
 
@@ -309,7 +309,7 @@ class _SwiGLU(torch.autograd.Function):
 def swiglu(x: torch.Tensor, *, compiled: bool = False) -> torch.Tensor:
     """Return silu(gate) up [..., f] of [..., 2 f], gate before up."""
     found: torch.Tensor = _SwiGLU.apply(x.flatten(0, -2), compiled)  # type: ignore[no-untyped-call]
-    return found.unflatten(0, x.shape[:-1])
+    return found.view(*x.shape[:-1], -1)
 
 
 def _norm(x: torch.Tensor, scale: torch.Tensor, *, epsilon: float, offset: float) -> torch.Tensor:
@@ -338,7 +338,7 @@ class _Norm(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(context: Any, slope: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(context: Any, slope: torch.Tensor) -> Any:
         found = norm_backward(slope, *context.saved_tensors, to_scale=context.needs_input_grad[1], **context.constants)
         return *found, None, None, None
 

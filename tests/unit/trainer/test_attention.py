@@ -21,7 +21,15 @@ from tests.each import each
 from turnlog.trainer import mcore
 from turnlog.trainer.families.shape import TINY
 from turnlog.trainer.launch import process_group
-from turnlog.trainer.models.attention import BLOCK, Kernel, PackedRows, RMSNorm, SdpaAttention, varlen_kernel
+from turnlog.trainer.models.attention import (
+    BLOCK,
+    Kernel,
+    PackedRows,
+    RMSNorm,
+    SdpaAttention,
+    flash_rows,
+    varlen_kernel,
+)
 from turnlog.trainer.network import model_config
 from turnlog.trainer.plan import LearnerOptions
 
@@ -98,11 +106,15 @@ def test_values_shorter_than_keys_are_what_they_are_without_the_kernel() -> None
     torch.testing.assert_close(attention(in_float64)(*tensors, None, packed_seq_params=packing), each)
 
 
-def test_torchs_kernel_takes_what_it_is_given_and_the_device_is_asked_for_nothing() -> None:
-    """On tensors without numbers: reading one, as a call each does of where rows end, raises."""
+@pytest.mark.parametrize("kernel", [None, flash_rows])
+@pytest.mark.parametrize("window", [None, (2, 0)])
+def test_torchs_kernels_take_what_they_are_given_and_the_device_is_asked_for_nothing(
+    kernel: Kernel | None, window: tuple[int, int] | None
+) -> None:
+    """On tensors without numbers: reading one raises. flash_rows is what torch has before 2.12."""
     with FakeTensorMode():
         tensors, packing = rows("cuda", torch.bfloat16)
-        found = attention()(*tensors, None, packed_seq_params=packing)
+        found = attention(kernel, window_size=window)(*tensors, None, packed_seq_params=packing)
     assert (found.shape, found.dtype, found.device.type) == ((EDGES[-1], WIDTH), torch.bfloat16, "cuda")
 
 

@@ -18,7 +18,16 @@ from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.batches.weighting import Whitening, whitening
 from turnlog.trainer.algorithms.covariance import BatchTokens
 from turnlog.trainer.algorithms.objective import ForwardPassResults, Objective
-from turnlog.trainer.algorithms.tokens import BUILT_IN, Algorithm, Auxiliary, CriticRules, chosen_auxiliary
+from turnlog.trainer.algorithms.tokens import (
+    BUILT_IN,
+    Algorithm,
+    Auxiliary,
+    Clip,
+    CriticRules,
+    TokenLoss,
+    Tokens,
+    chosen_auxiliary,
+)
 from turnlog.trainer.families.shape import TINY, TINY_MIXTURE
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner, StepResult
@@ -461,6 +470,7 @@ def test_a_batch_without_any_advantage_computes_one_group_and_greedy_rows_are_co
     assert len(kept.experts) == len(kept.token_ids) < len(routed.experts)
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("unrouted_train", [True, False])
 def test_a_choice_over_the_batch_counts_no_row_that_the_step_masks(unrouted_train: bool) -> None:
     rows = with_random_experts(synthetic_rows(0), TINY_MIXTURE, 0, some=True)
@@ -478,3 +488,38 @@ def test_a_choice_over_the_batch_counts_no_row_that_the_step_masks(unrouted_trai
     found = one.measure(rows, PolicyGradient(algorithm=algorithm))
     assert int(seen[0].sum()) == found.trained_tokens - found.masked
     assert found.masked > 0
+=======
+@pytest.mark.parametrize("reported", [True, False])
+def test_the_entropy_is_computed_only_where_something_asks_for_it(reported: bool) -> None:
+    """A figure of every token asks for it, too."""
+    seen = list[torch.Tensor | None]()
+
+    def observe(tokens: Tokens, clip: Clip) -> TokenLoss:
+        seen.append(tokens.entropy)
+        return BUILT_IN["grpo"].loss(tokens, clip)
+
+    rows, own = synthetic_rows(0), PolicyGradient(0.2, 0.2, algorithm=Algorithm("observe", observe))
+    learner = Learner(TINY, random_weights(TINY, 1), LearnerOptions(entropy=reported))
+    found = learner.measure(rows, own)
+    assert (found.entropy is not None) is reported
+    assert (seen[-1] is not None) is reported
+    assert not any(one.requires_grad for one in seen if one is not None)
+    told = learner.step(rows, own, 0.0, tell_tokens=True)
+    assert told.entropy is not None
+    assert told.tokens is not None
+    assert told.tokens["entropy"].any()
+
+
+def test_an_algorithm_that_wants_the_entropy_trains_it() -> None:
+    def entropy_alone(tokens: Tokens, clip: Clip) -> TokenLoss:
+        assert tokens.entropy is not None
+        return TokenLoss(-tokens.entropy, torch.zeros_like(tokens.trained))
+
+    own = PolicyGradient(0.2, 0.2, algorithm=Algorithm("entropy_alone", entropy_alone, wants_entropy=True))
+    assert own.trains_entropy
+    learner = Learner(TINY, random_weights(TINY, 1), LearnerOptions(entropy=False))
+    steps = [learner.step(synthetic_rows(0), own, 1e-2) for _ in range(3)]
+    assert steps[-1].grad_norm > 0
+    assert steps[0].entropy is not None
+    assert all(one.loss < 0 for one in steps)
+>>>>>>> 03e6f976 (Document fast paths of the trainer, and test when the entropy is computed)
