@@ -160,6 +160,7 @@ class RotaryTables:
     def __init__(self, model: Any, shape: ModelShape) -> None:
         scaling = shape.rope.scaling
         self._factor = scaling.attention if isinstance(scaling, YarnScaling) else 1.0
+        self._interleaved = model.config.rotary_interleaved
         self._joined = shape.sliding is not None and shape.sliding.rope is not None
         self._rows = 1
         self._positions: torch.Tensor | None = None
@@ -178,7 +179,8 @@ class RotaryTables:
         if self._joined:
             halves = angles.view(*angles.shape[:-1], 2, 2, -1)
             parts = [halves[..., which, :].flatten(-2) for which in (0, 1)]
-        table = torch.cat([fused.rotary_table(part, self._factor) for part in parts], -1)
+        tables = [fused.rotary_table(part, self._factor, interleaved=self._interleaved) for part in parts]
+        table = torch.cat(tables, -1)
         return table.expand(-1, self._rows, -1, -1).contiguous()
 
 

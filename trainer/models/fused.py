@@ -87,34 +87,38 @@ def is_compiled(config: Any, name: str) -> bool:
     return name in getattr(config, "compiled", ())
 
 
-def rotary_table(angles: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
-    """Return what `rotate` multiplies by, [..., 2 d] float32, from angles [..., d] whose halves are equal.
+def rotary_table(angles: torch.Tensor, factor: float = 1.0, *, interleaved: bool = False) -> torch.Tensor:
+    """Return what `rotate` multiplies by, [..., 2 d] float32, from angles [..., d], equal for the two dimensions that
+    rotate together: neighbours if `interleaved`, else those half of d apart.
 
-    The first d are factor x cos, the others factor x sin, with the sign of the half that they are added to.
+    The first d are factor x cos, the others factor x sin, with the sign of the dimension that they are added to.
     """
     cos, sin = angles.cos() * factor, angles.sin() * factor
-    half = angles.size(-1) // 2
-    return torch.cat([cos, -sin[..., :half], sin[..., half:]], -1)
+    pairs = (-1, 2) if interleaved else (2, -1)
+    first, second = sin.reshape(*sin.shape[:-1], *pairs).unbind(-1 if interleaved else -2)
+    return torch.cat([cos, torch.stack([-first, second], -1 if interleaved else -2).flatten(-2)], -1)
 
 
-def _swap_halves(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(*x.shape[:-1], 2, -1).flip(-2).flatten(-2)
+def _swap_pairs(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Swap the dimensions that rotate together."""
+    pairs = (-1, 2) if interleaved else (2, -1)
+    return x.reshape(*x.shape[:-1], *pairs).flip(-1 if interleaved else -2).flatten(-2)
 
 
-def turn(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def turn(x: torch.Tensor, table: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
     """Rotate the first d of the last dimension by a table [..., 2 d]."""
     size = table.size(-1) // 2
     if size < x.size(-1):
-        return torch.cat([turn(x[..., :size], table), x[..., size:]], -1)
-    return x * table[..., :size] + _swap_halves(x) * table[..., size:]
+        return torch.cat([turn(x[..., :size], table, interleaved=interleaved), x[..., size:]], -1)
+    return x * table[..., :size] + _swap_pairs(x, interleaved) * table[..., size:]
 
 
-def _turn_back(slope: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def _turn_back(slope: torch.Tensor, table: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
     """Return the gradient of x from that of `turn`."""
     size = table.size(-1) // 2
     if size < slope.size(-1):
-        return torch.cat([_turn_back(slope[..., :size], table), slope[..., size:]], -1)
-    return slope * table[..., :size] + _swap_halves(slope * table[..., size:])
+        return torch.cat([_turn_back(slope[..., :size], table, interleaved=interleaved), slope[..., size:]], -1)
+    return slope * table[..., :size] + _swap_pairs(slope * table[..., size:], interleaved)
 
 
 def _rate(x: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -244,12 +248,12 @@ def _by_token(table: torch.Tensor, size: torch.Size) -> torch.Tensor:
     return table.expand(*size, -1, -1).flatten(0, 1)
 
 
-def _rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    return turn(x.float(), table).to(x.dtype)
+def _rotate(x: torch.Tensor, table: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    return turn(x.float(), table, interleaved=interleaved).to(x.dtype)
 
 
-def _rotate_back(slope: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    return _turn_back(slope.float(), table).to(slope.dtype)
+def _rotate_back(slope: torch.Tensor, table: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    return _turn_back(slope.float(), table, interleaved=interleaved).to(slope.dtype)
 
 
 rotate_forward, rotate_backward = Compiled(_rotate), Compiled(_rotate_back)
@@ -257,23 +261,22 @@ rotate_forward, rotate_backward = Compiled(_rotate), Compiled(_rotate_back)
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, x: torch.Tensor, table: torch.Tensor, compiled: bool) -> torch.Tensor:
+    def forward(context: Any, x: torch.Tensor, table: torch.Tensor, interleaved: bool, compiled: bool) -> torch.Tensor:
         context.save_for_backward(table)
-        context.compiled = compiled
-        found: torch.Tensor = rotate_forward(x, table, compiled=compiled)
+        context.constants = {"interleaved": interleaved, "compiled": compiled}
+        found: torch.Tensor = rotate_forward(x, table, **context.constants)
         return found
 
     @staticmethod
     def backward(context: Any, slope: torch.Tensor) -> Any:
-        (table,) = context.saved_tensors
-        return rotate_backward(slope, table, compiled=context.compiled), None, None
+        return rotate_backward(slope, *context.saved_tensors, **context.constants), None, None, None
 
 
-def rotate(x: torch.Tensor, table: torch.Tensor, *, compiled: bool = False) -> torch.Tensor:
+def rotate(x: torch.Tensor, table: torch.Tensor, *, interleaved: bool = False, compiled: bool = False) -> torch.Tensor:
     """Return heads [s, b, n, d] with the first of d rotated by a table [s, 1 or b, 1, 2 x rotated]; keeps no more than
     the table for the gradient."""
     size = x.shape[:2]
-    found: torch.Tensor = _Rotation.apply(x.flatten(0, 1), _by_token(table, size), compiled)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Rotation.apply(x.flatten(0, 1), _by_token(table, size), interleaved, compiled)  # type: ignore[no-untyped-call]
     return found.view(*size, *found.shape[1:])
 
 

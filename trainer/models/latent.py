@@ -121,8 +121,8 @@ class LatentSelfAttention(mcore.MegatronModule):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Map [s, b, hidden] to the same, as Megatron calls an attention; packed rows have b = 1."""
         unrotated, rotated, key, shared, value = self._project(hidden_states)
-        compiled = fused.is_compiled(self.config, "heads")
-        rotated, shared = (fused.rotate(x, rotary_pos_emb, compiled=compiled) for x in (rotated, shared))
+        rules = {"interleaved": self.config.rotary_interleaved, "compiled": fused.is_compiled(self.config, "heads")}
+        rotated, shared = (fused.rotate(x, rotary_pos_emb, **rules) for x in (rotated, shared))
         if packed_seq_params is not None:
             unrotated, rotated, key, shared, value = (x.squeeze(1) for x in (unrotated, rotated, key, shared, value))
         query = torch.cat([unrotated, rotated], -1)

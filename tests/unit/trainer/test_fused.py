@@ -31,10 +31,10 @@ SIZE = 16
 ROPE = "megatron.core.models.common.embeddings.rope_utils"
 
 
-def by_megatron(x: torch.Tensor, angles: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
-    """Rotate [s, b, n, d] by angles."""
+def by_megatron(x: torch.Tensor, angles: torch.Tensor, factor: float = 1.0, **named: Any) -> torch.Tensor:
+    """Rotate [s, b, n, d] by angles; the options are Megatron's."""
     with mcore.quiet():
-        config = model_config(TINY, LearnerOptions())
+        config = replace(model_config(TINY, LearnerOptions()), **named)
     found: torch.Tensor = importlib.import_module(ROPE).apply_rotary_pos_emb(x, angles, config, mscale=factor)
     return found
 
@@ -85,6 +85,9 @@ def test_rotation_and_swiglu_and_norms_are_those_of_torch() -> None:
     half = torch.randn(5, 1, 1, 4)
     angles = torch.cat([half, half], -1)
     assert_same([fused.rotate(x, fused.rotary_table(angles))], [by_megatron(x, angles)], [x])
+    neighbours = half.repeat_interleave(2, -1)
+    found = fused.rotate(x, fused.rotary_table(neighbours, interleaved=True), interleaved=True)
+    assert_same([found], [by_megatron(x, neighbours, rotary_interleaved=True)], [x])
     gate, up = x.chunk(2, -1)
     assert_same([fused.swiglu(x)], [functional.silu(gate) * up], [x])
     scale = torch.rand(SIZE, requires_grad=True)
@@ -165,8 +168,8 @@ def token_arguments(name: str, tokens: int) -> tuple[list[torch.Tensor | None], 
     made: dict[str, tuple[list[torch.Tensor | None], dict[str, Any]]] = {
         "make_heads": ([mixed, table, scale, None], numbers),
         "heads_slopes": ([mixed, table, scale, scale, *slopes], {**numbers, "to_scales": True}),
-        "rotate_forward": ([mixed[:, 0], table[:, 0]], {}),
-        "rotate_backward": ([mixed[:, 0], table[:, 0]], {}),
+        "rotate_forward": ([mixed[:, 0], table[:, 0]], {"interleaved": False}),
+        "rotate_backward": ([mixed[:, 0], table[:, 0]], {"interleaved": True}),
         "swiglu_forward": ([mixed.flatten(1)], {}),
         "swiglu_backward": ([mixed[:, 0].flatten(1), mixed.flatten(1)], {}),
         "norm_forward": ([mixed[:, 0, 0], scale], {"epsilon": 1e-6, "offset": 1.0}),
