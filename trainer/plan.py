@@ -53,7 +53,7 @@ class LearnerOptions:
     fused: bool = True
     """Whether elementwise work of layers is done in few passes (trainer.models.fused)."""
     compiled: str = "auto"
-    """Which of it torch.compile translates (trainer.models.fused.compiled_parts)."""
+    """Names of the parts that torch.compile translates, auto or off (trainer.models.fused.compiled_parts)."""
     microbatch_tokens: int = 8192
     """Maximum number of tokens in a microbatch of several rows."""
     beta1: float = 0.9

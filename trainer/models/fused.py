@@ -187,7 +187,7 @@ make_heads, heads_slopes = Compiled(_make_heads), Compiled(_heads_slopes)
 
 @dataclass(frozen=True, slots=True)
 class HeadRules:
-    """How queries and keys are made of a projection."""
+    """Constants of making queries and keys of a projection."""
 
     each: int
     """Number of queries that share a key."""
