@@ -311,6 +311,7 @@ with warnings.catch_warnings(), importing():
     warnings.simplefilter("ignore")  # Megatron warns at import that TransformerEngine and apex are absent
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
     from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies import torch as torch_format
     from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
@@ -342,6 +343,8 @@ with warnings.catch_warnings(), importing():
     from megatron.core.transformer.enums import ModelType
     from megatron.core.transformer.mlp import MLP, apply_swiglu_sharded_factory
     from megatron.core.transformer.module import Float16Module, MegatronModule
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
     from megatron.core.transformer.spec_utils import build_module
@@ -404,6 +407,7 @@ __all__ = [
     "Float16Module",
     "GPTModel",
     "MegatronModule",
+    "MoELayer",
     "ModelType",
     "ModuleSpec",
     "OptimizerConfig",
@@ -416,6 +420,8 @@ __all__ = [
     "RouterReplayAction",
     "RowParallelLinear",
     "SelfAttention",
+    "SequentialMLP",
+    "ShardedTensor",
     "TopKRouter",
     "TorchDistLoadShardedStrategy",
     "TorchDistSaveShardedStrategy",

@@ -41,6 +41,7 @@ from turnlog.trainer.models import decoder, lora
 from turnlog.trainer.models.attention import PackedRows, RMSNorm
 from turnlog.trainer.models.experts import Replay, unrouted_rows
 from turnlog.trainer.models.fused import compiled_parts
+from turnlog.trainer.models.mixture import group_experts, replace_dispatchers
 from turnlog.trainer.models.output import HiddenOutput
 from turnlog.trainer.models.vision import Sight
 from turnlog.trainer.plan import LearnerOptions
@@ -153,6 +154,7 @@ def build_model(shape: ModelShape, config: Any, options: LearnerOptions) -> Any:
     decoder.GatedMLP.put_on(model)
     model.rotary_tables = decoder.RotaryTables(model, shape)
     decoder.scale_rope(model, shape)
+    replace_dispatchers(model)
     family(shape.kind).finish(shape, model)
     model = model.to(mcore.DEVICE)
     model = model.bfloat16() if config.bf16 else model
@@ -191,6 +193,8 @@ def _layers(shape: ModelShape, config: Any, options: LearnerOptions) -> Any:
     spec_of = family(shape.kind).layer_spec or decoder.layer_spec
     first = mcore.get_transformer_layer_offset(config)
     layers = [spec_of(shape, first + layer) for layer in range(mcore.get_num_layers_to_build(config))]
+    for layer in layers if options.experts == "grouped" else ():
+        group_experts(layer)
     for layer in layers if options.lora_rank else ():
         lora.adapt(layer, options.lora_rank, options.lora_alpha)
     return mcore.TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

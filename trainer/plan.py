@@ -44,6 +44,8 @@ class LearnerOptions:
     sequence_parallel: bool = False
     recompute: str = "none"
     """Whether layers are computed again for the gradient: none | full."""
+    experts: str = "grouped"
+    """grouped | sequential: how the experts of a mixture are held and multiplied."""
     packing: str = "auto"
     """auto | on | off: whether rows are packed instead of padded."""
     entropy: bool = True

@@ -42,7 +42,7 @@ from turnlog.infra.tensors.files import (
 from turnlog.trainer import ModelDamaged, UnsupportedModel, WeightsMismatch, mcore
 from turnlog.trainer.families.family import QUANTIZED, config_json, family
 from turnlog.trainer.families.shape import ModelShape
-from turnlog.trainer.families.tensors import EMBEDDING, EXPERT, LAYER, OUTPUT, Grouped, Tensor
+from turnlog.trainer.families.tensors import EMBEDDING, EXPERT, LAYER, OUTPUT, STACKED, Grouped, Tensor
 from turnlog.trainer.models import lora
 
 log = logging.getLogger(__name__)
@@ -108,13 +108,13 @@ def load_weights(model: Any, state: Mapping[str, torch.Tensor], shape: ModelShap
     for name, parameter in model.named_parameters():
         if name.endswith(lora.ADAPTERS):
             continue
-        key = first.global_name(name)
-        if key == OUTPUT and shape.tied:  # the last pipeline stage keeps a copy of the embedding
-            key = EMBEDDING
-        entry = _to_megatron(*places[key], state, shape)
-        rows = parameter.shape[0] * size if key in (EMBEDDING, OUTPUT) else None
-        cut = torch.cat([_cut(part, entry.dim, rank, size, rows) for part in entry.parts], 0)
-        parameter.copy_(cut.to(parameter.dtype))
+        for key, values in first.pieces(name, parameter):
+            if key == OUTPUT and shape.tied:  # the last pipeline stage keeps a copy of the embedding
+                key = EMBEDDING
+            entry = _to_megatron(*places[key], state, shape)
+            rows = values.shape[0] * size if key in (EMBEDDING, OUTPUT) else None
+            cut = torch.cat([_cut(part, entry.dim, rank, size, rows) for part in entry.parts], 0)
+            values.copy_(cut.to(values.dtype))
 
 
 class Export:
@@ -131,9 +131,10 @@ class Export:
         self._mine: dict[str, tuple[str, Any]] = {}
         for name, parameter in model.named_parameters():
             if name.endswith(lora.ADAPTERS) == self._adapter and not (name == OUTPUT and shape.tied):
-                of_ranks = EXPERT in name
-                names = self._first.global_names(name) if of_ranks else [self._first.global_name(name)]
-                self._mine |= dict.fromkeys(names, (name, parameter))
+                for each, values in unstacked(name, parameter.detach()):
+                    of_ranks = EXPERT in each
+                    names = self._first.global_names(each) if of_ranks else [self._first.global_name(each)]
+                    self._mine |= dict.fromkeys(names, (each, values if of_ranks else parameter))
         types = {name: parameter.dtype for name, (_, parameter) in self._mine.items()}
         stages = [types]
         if mcore.parallel_state.get_pipeline_model_parallel_world_size() > 1:
@@ -333,9 +334,24 @@ class _First:
             rest = f"{before}{int(expert) + of * self.experts}{after}"
         return f"{LAYER}{int(index) + self.layer}.{rest}"
 
+    def pieces(self, name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the global name and the values of each matrix that a parameter holds."""
+        for each, values in unstacked(name, parameter):
+            yield self.global_name(each), values
+
     def global_names(self, name: str) -> list[str]:
         """Return the global names of an expert's parameter on each expert-parallel rank in turn."""
         return [self.global_name(name, rank) for rank in range(self.expert_ranks)]
+
+
+def unstacked(name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, values) of the parameters that one holds: of stacked experts one each, by Megatron's name."""
+    before, stacked, after = name.partition(STACKED)
+    if not stacked:
+        yield name, parameter
+        return
+    for expert, values in enumerate(parameter):
+        yield f"{before}{EXPERT}{expert}.linear_{after}", values
 
 
 def _first(model: Any, shape: ModelShape) -> _First:

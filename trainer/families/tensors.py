@@ -71,6 +71,8 @@ class Tensor:
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 LAYER, EXPERT = "decoder.layers.", ".experts.local_experts."
+STACKED = ".experts.linear_"
+"""Part of the name of a parameter that holds a matrix of each of a rank's experts, stacked."""
 VISION = "vision."
 """Prefix of Megatron's names of a vision tower's tensors."""
 NORMS = {"input_layernorm": "input_layernorm", "post_attention_layernorm": "pre_mlp_layernorm"}
