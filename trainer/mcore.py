@@ -311,7 +311,7 @@ with warnings.catch_warnings(), importing():
     warnings.simplefilter("ignore")  # Megatron warns at import that TransformerEngine and apex are absent
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
     from megatron.core.dist_checkpointing.core import CheckpointingException
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies import torch as torch_format
     from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
@@ -406,6 +406,7 @@ __all__ = [
     "DistributedDataParallelConfig",
     "Float16Module",
     "GPTModel",
+    "LocalNonpersistentObject",
     "MegatronModule",
     "MoELayer",
     "ModelType",

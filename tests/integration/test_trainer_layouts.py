@@ -28,6 +28,8 @@ OF_TWO = (
     "dp-kept-moved",
     "dp-moved",
     "ep2-kept",
+    "ep2-single-kept",
+    "dp-gpt_oss-single-kept",
     "cp2-replay-some",
     "tp2-sp-ep2-replay",
     "tp2-lora-moved",

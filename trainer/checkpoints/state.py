@@ -40,6 +40,7 @@ from turnlog.infra.run_folder import full_disk
 from turnlog.schemas.types import BlobRef
 from turnlog.trainer import CheckpointDamaged, CheckpointFailed, CheckpointUnusable, mcore
 from turnlog.trainer.checkpoints.places import SHARDS, StorePlace, check_shards, file_sha256
+from turnlog.trainer.checkpoints.sequential import read_single_experts, stacked_parameters
 
 log = logging.getLogger(__name__)
 RESHARDABLE = {
@@ -85,6 +86,7 @@ class Save:
         sharding = RESHARDABLE if reshardable else BY_PLACE
         common = {**common, "critic": True} if critic else common
         said = {**common, "sharding": sharding["distrib_optim_sharding_type"], "shards": shards()}
+        said["experts"] = "stacked" if stacked_parameters(policy[0]) else "single"
         state = {**_sharded_state(policy, critic, sharding, is_loading=False), "common": said}
         with mcore.quiet(), self._failing():
             self._request = mcore.dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True)
@@ -250,7 +252,9 @@ def load_state(
         critic = None
     _verify_shards(directory, place)
     with mcore.quiet(), torch.no_grad():  # by place, Megatron writes into parameters
-        sharded = _sharded_state(policy, critic, BY_PLACE if by_place else RESHARDABLE, is_loading=True)
+        single = common.get("experts", "single") == "single"  # what is older does not say it
+        sharding = BY_PLACE if by_place else RESHARDABLE
+        sharded = _sharded_state(policy, critic, sharding, is_loading=True, single_experts=by_place and single)
         with _loading(directory):
             state = mcore.dist_checkpointing.load(sharded, str(directory), _strategy(place))
         for part, found in ((policy, state), (critic, state.get("critic"))):
@@ -334,21 +338,23 @@ def _loading(directory: Path) -> Iterator[None]:
 
 
 def _sharded_state(
-    policy: State, critic: State | None, sharding: Mapping[str, Any], *, is_loading: bool
+    policy: State, critic: State | None, sharding: Mapping[str, Any], *, is_loading: bool, single_experts: bool = False
 ) -> dict[str, Any]:
-    state = _of(policy, sharding, is_loading=is_loading)
+    state = _of(policy, sharding, is_loading=is_loading, single_experts=single_experts)
     if critic:
-        state["critic"] = _of(critic, sharding, is_loading=is_loading)
+        state["critic"] = _of(critic, sharding, is_loading=is_loading, single_experts=single_experts)
         mcore.add_prefix_for_sharding(state["critic"], "critic.")
     return state
 
 
-def _of(part: State, sharding: Mapping[str, Any], *, is_loading: bool) -> dict[str, Any]:
+def _of(part: State, sharding: Mapping[str, Any], *, is_loading: bool, single_experts: bool) -> dict[str, Any]:
     model, optimizer = part
     with mcore.quiet():
         weights = model.sharded_state_dict()
         # The optimizer marks shards by the model's entries, so both come from one call.
         held = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=dict(sharding))
+        if single_experts and stacked_parameters(model):
+            read_single_experts(held, model, optimizer)
     return {"model": weights, "optimizer": held}
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as functional
 
 from turnlog.trainer import mcore
@@ -210,10 +211,9 @@ class TokenDispatcher:
         ranks = self._group.size()
         if ranks == 1:
             return rows, weights
-        everywhere = self._counts.new_empty((ranks, ranks, self._experts // ranks))
-        """[from, to, expert of that rank]"""
-        torch.distributed.all_gather_into_tensor(everywhere, self._counts, group=self._group)
-        rank = self._group.rank()
+        gathered = self._counts.new_empty(ranks * self._experts)
+        dist.all_gather_into_tensor(gathered, self._counts, group=self._group)
+        everywhere, rank = gathered.view(ranks, ranks, -1), self._group.rank()  # [from, to, expert of that rank]
         self._sent, self._received = torch.stack([everywhere[rank].sum(1), everywhere[:, rank].sum(1)]).tolist()
         arriving = everywhere[:, rank].flatten()
         own = torch.arange(self._experts // ranks, device=rows.device).repeat(ranks)
