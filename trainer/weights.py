@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as functional
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -113,8 +112,13 @@ def load_weights(model: Any, state: Mapping[str, torch.Tensor], shape: ModelShap
                 key = EMBEDDING
             entry = _to_megatron(*places[key], state, shape)
             rows = values.shape[0] * size if key in (EMBEDDING, OUTPUT) else None
-            cut = torch.cat([_cut(part, entry.dim, rank, size, rows) for part in entry.parts], 0)
-            values.copy_(cut.to(values.dtype))
+            filled = 0
+            for part in entry.parts:
+                cut = _cut(part, entry.dim, rank, size, rows)
+                values[filled : filled + len(cut)].copy_(cut)
+                filled += len(cut)
+            if rows is not None:
+                values[filled:].zero_()  # those that are added to the vocabulary
 
 
 class Export:
@@ -365,8 +369,9 @@ def _first(model: Any, shape: ModelShape) -> _First:
 
 
 def _cut(tensor: torch.Tensor, dim: int | None, rank: int, size: int, rows: int | None) -> torch.Tensor:
-    if rows is not None and rows > tensor.shape[0]:
-        tensor = functional.pad(tensor, (0, 0, 0, rows - tensor.shape[0]))
+    """Return this rank's part, a view; `rows` counts those of a vocabulary with the ones that are added at its end."""
+    if rows is not None:
+        return tensor[rank * rows // size : (rank + 1) * rows // size]
     return tensor if dim is None else tensor.chunk(size, dim)[rank]
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from turnlog.trainer import mcore, weights
 from turnlog.trainer.families.family import config_json, family, read_shape
 from turnlog.trainer.families.shape import ModelShape
+from turnlog.trainer.families.tensors import ByExpert
 from turnlog.trainer.network import build_model, model_config
 from turnlog.trainer.plan import LearnerOptions
 
@@ -63,7 +64,14 @@ def check_export(model: Any, shape: ModelShape, state: Mapping[str, torch.Tensor
     """Check that an export of Megatron's model is what was loaded, bit for bit, under the names of the family."""
     exported, state = weights.export_weights(model, shape), family(shape.kind).dequantize(dict(state))
     assert exported.keys() == state.keys()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in exported.items())
+    assert all(torch.equal(tensor, _whole(state[name])) for name, tensor in exported.items())
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    if isinstance(tensor, ByExpert):
+        return torch.stack([tensor[expert] for expert in range(tensor.shape[0])])
+    found: torch.Tensor = tensor
+    return found
 
 
 def check_written(folder: Path, config: PreTrainedConfig) -> None:

@@ -5,15 +5,16 @@ that every token passes, scaled by a gate. Defaults are those of transformers' Q
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from turnlog.trainer import WeightsMismatch
 from turnlog.trainer.families import qwen3_5
 from turnlog.trainer.families.family import Config, nest_text, whole_number
 from turnlog.trainer.families.shape import Mixture, ModelShape
-from turnlog.trainer.families.tensors import Tensor, decoder_tensors, feed_forward_tensors
+from turnlog.trainer.families.tensors import ByExpert, Tensor, decoder_tensors, feed_forward_tensors
 
 SINGLE = re.compile(r"(?P<layer>(?!mtp\.).*\.mlp\.experts\.)(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 """Names of tensors that hold a matrix of one expert, as transformers writes them. In folders of the Hugging Face Hub,
@@ -63,10 +64,8 @@ def _whole_tensors(shape: ModelShape) -> Iterator[Tensor]:
 def stack_experts(state: dict[str, Any]) -> dict[str, Any]:
     """Return two tensors per layer, as folders of the Hugging Face Hub have them, for those that hold a matrix each.
 
-    Raises WeightsMismatch.
+    Each expert's are joined as they are taken. Raises WeightsMismatch.
     """
-    import torch
-
     found, layers = dict(state), dict[str, dict[int, dict[str, Any]]]()
     for name in state:
         if place := SINGLE.fullmatch(name):
@@ -80,13 +79,26 @@ def stack_experts(state: dict[str, Any]) -> dict[str, Any]:
             if part not in experts.get(expert, {})
         ]:
             raise WeightsMismatch(f"the weights have no {lacking[0]}, but other matrices of that layer's experts")
-        each = [experts[expert] for expert in range(len(experts))]
-        try:
-            found[f"{layer}gate_up_proj"] = torch.stack([torch.cat([one["gate"], one["up"]]) for one in each])
-            found[f"{layer}down_proj"] = torch.stack([one["down"] for one in each])
-        except RuntimeError as error:
-            raise WeightsMismatch(f"the experts {layer}* differ in shape: {error}") from error
+        shapes = {tuple(tuple(one[part].shape) for part in ("gate", "up", "down")) for one in experts.values()}
+        if len(shapes) > 1 or any(len(size) != 2 for size in next(iter(shapes))):
+            raise WeightsMismatch(f"the experts {layer}* differ in shape: {sorted(shapes)}")
+        ((gate, up, down),) = shapes
+        count, dtype = len(experts), experts[0]["gate"].dtype
+        found[f"{layer}gate_up_proj"] = ByExpert(
+            (count, gate[0] + up[0], gate[1]), dtype, functools.partial(_gate_up, experts)
+        )
+        found[f"{layer}down_proj"] = ByExpert((count, *down), dtype, functools.partial(_down, experts))
     return found
+
+
+def _gate_up(experts: Mapping[int, Mapping[str, Any]], expert: int) -> Any:
+    import torch
+
+    return torch.cat([experts[expert]["gate"], experts[expert]["up"]])
+
+
+def _down(experts: Mapping[int, Mapping[str, Any]], expert: int) -> Any:
+    return experts[expert]["down"]
 
 
 def _options(shape: ModelShape) -> dict[str, Any]:

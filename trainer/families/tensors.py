@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from turnlog.trainer.families.shape import ModelShape
 
@@ -67,6 +67,21 @@ class Tensor:
             return (experts, rows, columns)
         counted = self.parts[:1] if self.joined == "shared" else self.parts
         return (sum(size[0] for _, size in counted), *self.parts[0][1][1:])
+
+
+@dataclass(frozen=True, slots=True)
+class ByExpert:
+    """Stand-in for a tensor [experts, ...] of a folder, of which each expert's is computed as it is taken, so that they
+    are never in memory together.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    compute: Callable[[int], Any]
+    """Returns the values of an expert."""
+
+    def __getitem__(self, expert: int) -> Any:
+        return self.compute(expert)
 
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"

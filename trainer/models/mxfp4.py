@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 
 from turnlog.trainer import WeightsMismatch
+from turnlog.trainer.families.tensors import ByExpert
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """Suffixes of the two tensors that stand for one in a folder of gpt-oss."""
@@ -14,8 +18,9 @@ BIAS = 127
 """Subtracted from a scale, which is an exponent of 2."""
 
 
-def dequantize(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Replace each pair NAME_blocks, NAME_scales by NAME in bfloat16, which holds all values of MXFP4 exactly.
+def dequantize(state: dict[str, Any]) -> dict[str, Any]:
+    """Replace each pair NAME_blocks, NAME_scales, of all experts, by NAME in bfloat16, which holds all values of MXFP4
+    exactly; each expert's are computed as they are taken.
 
     Raises WeightsMismatch for one without the other.
     """
@@ -26,8 +31,15 @@ def dequantize(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         plain = name.removesuffix(BLOCKS)
         if plain + SCALES not in state:
             raise WeightsMismatch(f"{name} has no {plain}{SCALES} beside it: fetch the model again")
-        found[plain] = values(found.pop(name), found.pop(plain + SCALES)).mT.contiguous()
+        blocks, scales = found.pop(name), found.pop(plain + SCALES)
+        experts, rows, groups, half = blocks.shape
+        shape = (experts, groups * 2 * half, rows)
+        found[plain] = ByExpert(shape, torch.bfloat16, functools.partial(_of_expert, blocks, scales))
     return found
+
+
+def _of_expert(blocks: torch.Tensor, scales: torch.Tensor, expert: int) -> torch.Tensor:
+    return values(blocks[expert], scales[expert]).mT
 
 
 def values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
