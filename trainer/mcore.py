@@ -345,6 +345,7 @@ with warnings.catch_warnings(), importing():
     from megatron.core.transformer.module import Float16Module, MegatronModule
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
     from megatron.core.transformer.spec_utils import build_module
@@ -408,6 +409,7 @@ __all__ = [
     "GPTModel",
     "LocalNonpersistentObject",
     "MegatronModule",
+    "MoEAuxLossAutoScaler",
     "MoELayer",
     "ModelType",
     "ModuleSpec",

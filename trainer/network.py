@@ -85,7 +85,7 @@ def model_config(shape: ModelShape, options: LearnerOptions) -> Any:
         # Microbatches differ in length, so pipeline stages exchange shapes; Megatron then requires `alltoall`.
         variable_seq_lengths=options.pipeline_parallel > 1,
         moe_token_dispatcher_type="alltoall",
-        **(_mixture(shape, shape.mixture) if shape.mixture else {}),
+        **(_mixture(shape, shape.mixture, options) if shape.mixture else {}),
         softmax_scale=shape.attention_scale,
         **decoder.window_options(shape),
         mrope_section=shape.vision.axis_sizes(shape.head_dim // 2) if shape.vision else None,
@@ -115,10 +115,10 @@ def _recompute(options: LearnerOptions) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def _mixture(shape: ModelShape, mixture: Mixture) -> dict[str, Any]:
+def _mixture(shape: ModelShape, mixture: Mixture, options: LearnerOptions) -> dict[str, Any]:
     """Return the arguments for a mixture of experts.
 
-    There is no load-balancing loss: only the batch's objective trains. A softmax over all experts whose chosen ones are
+    Without moe_aux_loss_coeff only the batch's objective trains. A softmax over all experts whose chosen ones are
     normalised to sum to 1 equals a softmax over the chosen ones.
     """
     dense = mixture.dense_layers
@@ -126,8 +126,8 @@ def _mixture(shape: ModelShape, mixture: Mixture) -> dict[str, Any]:
         "num_moe_experts": mixture.experts,
         "moe_router_topk": mixture.experts_per_token,
         "moe_ffn_hidden_size": mixture.expert_ffn,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": "aux_loss" if options.moe_aux_loss_coeff else "none",
+        "moe_aux_loss_coeff": options.moe_aux_loss_coeff,
         "moe_router_pre_softmax": not mixture.normalized_routing,
         "moe_router_dtype": "fp32",
         "moe_enable_routing_replay": True,
@@ -235,6 +235,7 @@ class Network:
         load_weights(self.model, weights, shape)
         (ValueHead if values else HiddenOutput).put_on(self.model)
         self._packing: PackedRows | None = None
+        self._padding: torch.Tensor | None = None
         self.model.register_forward_pre_hook(self._say_where_rows_stand, with_kwargs=True)
         self._sight = Sight(self.model, shape.vision) if shape.vision and self.model.pre_process else None
         self._replay = Replay(self.model, recompute=options.recompute != "none") if shape.mixture else None
@@ -265,6 +266,10 @@ class Network:
         automatic = self._options.packing == "auto" and "packing" not in family(self.shape.kind).without
         if packing or (automatic and worth_packing(plan, lengths)):
             plan, packing = dealt(packing=True), True
+        if self._options.moe_aux_loss_coeff:
+            # Megatron divides the sum over tokens of all losses by the number of trained ones; routers see them all.
+            share = int(rows.trained.sum()) / max(1, int((rows.lengths - 1).sum()))
+            self._config.moe_aux_loss_coeff = self._options.moe_aux_loss_coeff * share
         wanted = torch.from_numpy(rows.trained.astype(bool) if scored is None else scored)
         batches = [self._laid_out(rows, one, packing, wanted) for one in plan[rank]]
         self._schedule(
@@ -296,9 +301,21 @@ class Network:
         for batch in self._replay.over(batches) if self._replay else batches:
             self._packing = batch.packing
             self.model.rotary_tables.expect(len(batch.inputs), batch.positions[0] if batch.packing else None)
+            if self._options.moe_aux_loss_coeff:
+                self._padding = self._padding_mask(batch)
             if self._sight:
                 self._sight.microbatch = batch
             yield batch
+
+    def _padding_mask(self, batch: PaddedRows) -> torch.Tensor:
+        """Return [b, s] whether a position is padding, of this rank's share where Megatron does not take that itself.
+
+        No target is the batch's first token, to which padding refers.
+        """
+        padding, state = batch.places == 0, mcore.parallel_state
+        if self._options.sequence_parallel and not self.model.pre_process:
+            padding = padding.chunk(self._options.tensor_parallel, 1)[state.get_tensor_model_parallel_rank()]
+        return padding
 
     def _say_where_rows_stand(self, _: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Forward hook: tell the model where the rows of the current microbatch lie.
@@ -309,6 +326,8 @@ class Network:
             inputs, positions, *rest = arguments
             axes = positions.movedim(-1, 0) if positions.dim() > inputs.dim() else positions.expand(3, -1, -1)
             arguments = (inputs, axes, *rest)
+        if self._padding is not None:
+            named = {**named, "padding_mask": self._padding}
         return arguments, named if self._packing is None else {**named, "packed_seq_params": self._packing}
 
 

@@ -63,6 +63,8 @@ class LearnerOptions:
     weight_decay: float = 0.0
     clip_grad: float = 1.0
     """Gradient norm above which the gradient is scaled down."""
+    moe_aux_loss_coeff: float = 0.0
+    """Weight of the loss that balances the experts of each layer."""
     seed: int = 1234
     """Seed of initial adapters and random states."""
     dtype: str = "float32"
@@ -129,6 +131,11 @@ def check_layout(shape: ModelShape, options: LearnerOptions) -> None:
     if expert > 1 and not shape.experts:
         raise LayoutUnfit(
             f"trainer.expert_parallel = {expert} is not supported for a model without experts ({shape.kind})"
+        )
+    if options.moe_aux_loss_coeff and not shape.experts:
+        raise LayoutUnfit(
+            f"trainer.moe_aux_loss_coeff = {options.moe_aux_loss_coeff} is not supported for a model without experts "
+            f"({shape.kind}): set it to 0"
         )
     if shape.experts and tensor > 1 and not (options.sequence_parallel and expert > 1):
         # If no ranks share experts, Megatron does not sum their gradients over the tensor-parallel ranks.
@@ -245,6 +252,7 @@ def learning_plan(settings: Settings, *, cuda: bool | None = None) -> LearningPl
             beta2=trainer.beta2,
             weight_decay=trainer.weight_decay,
             clip_grad=trainer.clip_grad,
+            moe_aux_loss_coeff=trainer.moe_aux_loss_coeff,
             seed=trainer.seed,
             dtype=parameter_type(trainer, cuda=cuda),
             lora_rank=trainer.lora_rank,
@@ -394,6 +402,7 @@ def _objective(settings: Settings) -> PolicyGradient:
         auxiliary_numbers=auxiliary_numbers,
         auxiliary_coefficient=trainer.auxiliary_coefficient,
         seed=trainer.seed,
+        routers_train=trainer.moe_aux_loss_coeff > 0,
     )
 
 

@@ -135,7 +135,7 @@ class Export:
         self._mine: dict[str, tuple[str, Any]] = {}
         for name, parameter in model.named_parameters():
             if name.endswith(lora.ADAPTERS) == self._adapter and not (name == OUTPUT and shape.tied):
-                for each, values in unstacked(name, parameter.detach()):
+                for each, values in unstack(name, parameter.detach()):
                     of_ranks = EXPERT in each
                     names = self._first.global_names(each) if of_ranks else [self._first.global_name(each)]
                     self._mine |= dict.fromkeys(names, (each, values if of_ranks else parameter))
@@ -340,7 +340,7 @@ class _First:
 
     def pieces(self, name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the global name and the values of each matrix that a parameter holds."""
-        for each, values in unstacked(name, parameter):
+        for each, values in unstack(name, parameter):
             yield self.global_name(each), values
 
     def global_names(self, name: str) -> list[str]:
@@ -348,7 +348,7 @@ class _First:
         return [self.global_name(name, rank) for rank in range(self.expert_ranks)]
 
 
-def unstacked(name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def unstack(name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, values) of the parameters that one holds: of stacked experts one each, by Megatron's name."""
     before, stacked, after = name.partition(STACKED)
     if not stacked:

@@ -513,6 +513,9 @@ class TrainerSettings(LearningSettings):
     """Decoupled weight decay of AdamW; norms and biases are not decayed."""
     clip_grad: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
     """Maximum global norm of a gradient; 0 does not clip."""
+    moe_aux_loss_coeff: Annotated[float, Meta(ge=0, le=10)] = 0.0
+    """Weight of the load-balancing loss of a mixture's routers, summed over layers, beside a loss per trained token; 0:
+    none. Pretraining takes 0.001 to 0.01."""
     token_files_every: Amount = 0
     """Steps between token files: log-probs, entropies, ratios and advantages of the trained tokens, stored beside the
     batch file. The first step always writes one. 0 writes none."""

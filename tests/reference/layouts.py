@@ -9,10 +9,11 @@ A layout is named by the parallelism of its ranks: tp tensor, pp pipeline, cp co
 parallel. The remaining ranks are data parallel. A model_type is the family of the model; without one it is a Qwen3,
 with ep or replay one of Qwen3's mixtures of experts, with images a Qwen2.5-VL. replay: its routing is recorded; some:
 except for every third row. packed: rows are packed. again: layers are recomputed. tied: the output layer is the
-embedding. moved: one rank resumes from the checkpoint at the end. kept: the same ranks resume from a
-checkpoint that gathers no optimizer state. single: experts have parameters of their own before that, and stacked ones
-after. lora: only low-rank adapters train. called: rank 0 calls the others, as in a
-run, and they map its rows. After a colon, one of OBJECTIVES replaces the clipped ratio against recorded log-probs.
+embedding. moved: one rank resumes from the checkpoint at the end. kept: the same ranks resume from a checkpoint that
+gathers no optimizer state. single: experts have parameters of their own before that, and stacked ones after. balanced:
+routers have a load-balancing loss, and each row is a microbatch. lora: only low-rank adapters train. called: rank 0
+calls the others, as in a run, and they map its rows. After a colon, one of OBJECTIVES replaces the clipped ratio
+against recorded log-probs.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ WORDS = (
     "moved",
     "kept",
     "single",
+    "balanced",
     "lora",
     "called",
     "some",
@@ -125,7 +127,8 @@ def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
         packing="on" if "packed" in words else "off",
         reshardable="kept" not in words,
         experts="sequential" if "single" in words else "grouped",
-        microbatch_tokens=200,
+        microbatch_tokens=1 if "balanced" in words else 200,
+        moe_aux_loss_coeff=0.5 if "balanced" in words else 0.0,
         lora_rank=4 if "lora" in words else 0,
         lora_alpha=8.0,
     )

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.utils.parametrize import register_parametrization
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer.algorithms.tokens import CriticRules
@@ -62,6 +63,10 @@ class PlainLearner:
             else:
                 router = mlp.router if hasattr(mlp, "router") else mlp.gate
                 router.register_forward_hook(functools.partial(self._replay_routing, layer))
+        self._balance, self._routed = options.moe_aux_loss_coeff, dict[int, torch.Tensor]()
+        if self._balance:
+            for layer, block in enumerate(self._model.get_decoder().layers):
+                block.mlp.gate.register_forward_pre_hook(functools.partial(self._keep_routed, layer))
         self._names = [name for name in self._model.state_dict() if name not in unused]
         if options.lora_rank:
             _add_adapters(self._model, shape, options)
@@ -105,13 +110,29 @@ class PlainLearner:
                 everything = self.distribution(rows, row)
                 surrogate = surrogate - objective.entropy_coefficient * (everything.exp() * everything).sum(-1)
             loss = -(surrogate * mask).sum() / float(rows.weight_divisor[row])
-            torch.autograd.backward(loss)
+            torch.autograd.backward(
+                loss + self._imbalance() * int(rows.lengths[row] - 1) / int((rows.lengths - 1).sum())
+            )
             total = total + loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
         return PlainStep(float(total), float(norm))
+
+    def _keep_routed(self, layer: int, _: Any, given: tuple[torch.Tensor, ...]) -> None:
+        self._routed[layer] = given[0].flatten(0, -2)
+
+    def _imbalance(self) -> torch.Tensor:
+        """Return the load-balancing loss of the row that was run last, as Megatron defines it: transformers' is larger
+        by a factor of the number of experts per token.
+        """
+        total = torch.zeros(())
+        for layer, hidden in self._routed.items():
+            gate = self._model.get_decoder().layers[layer].mlp.gate
+            scores = torch.nn.functional.linear(hidden, gate.weight)
+            total = total + load_balancing_loss_func((scores,), self._shape.experts, self._shape.experts_per_token)
+        return self._balance * total / max(1, self._shape.experts_per_token)
 
     def logprobs(self, rows: BatchRows, row: int) -> torch.Tensor:
         """Return the log-probs of a row's tokens after its first, with a gradient."""

@@ -32,6 +32,7 @@ class Critic:
     """The critic. Its methods are collective, like those of Learner."""
 
     def __init__(self, shape: ModelShape, weights: Mapping[str, torch.Tensor], options: LearnerOptions) -> None:
+        options = dataclasses.replace(options, moe_aux_loss_coeff=0.0)
         self.network = TrainedNetwork(shape, weights, options, values=True)
 
     def values(self, rows: BatchRows) -> NDArray[np.float32]:

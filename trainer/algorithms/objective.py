@@ -199,6 +199,8 @@ class PolicyGradient:
     auxiliary_coefficient: float = 0.0
     seed: int = 0
     """Seed of random choices among a batch's tokens."""
+    routers_train: bool = False
+    """Whether the routers have a loss of their own, which every token of the batch enters."""
 
     @property
     def reads_current(self) -> bool:
@@ -217,7 +219,7 @@ class PolicyGradient:
     @property
     def _advantages_alone(self) -> bool:
         """Whether the batch's advantages are the only source of gradient, and no mean over the batch enters it."""
-        others = self.critic is None and self.teacher is None and self.auxiliary is None
+        others = self.critic is None and self.teacher is None and self.auxiliary is None and not self.routers_train
         means = self.normalize_importance or self.algorithm.choose is not None
         return (
             self.algorithm.zero_at_zero and others and not means and self.kl == "none" and not self.entropy_coefficient

@@ -15,6 +15,7 @@ from turnlog.trainer import mcore
 from turnlog.trainer.families.shape import LinearScaling, ModelShape, Rope, RopeScaling, YarnScaling
 from turnlog.trainer.models import fused
 from turnlog.trainer.models.attention import RMSNorm, SdpaAttention
+from turnlog.trainer.models.routing import BalancedRouter
 
 
 def layer_spec(shape: ModelShape, layer: int) -> Any:
@@ -30,6 +31,8 @@ def layer_spec(shape: ModelShape, layer: int) -> Any:
     attention.core_attention = SdpaAttention
     two_ropes = shape.sliding is not None and shape.sliding.rope is not None
     spec.submodules.self_attention.module = TwoRopesAttention if two_ropes else RotatedAttention
+    if shape.is_mixture(layer):
+        spec.submodules.mlp.submodules.router = BalancedRouter
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm

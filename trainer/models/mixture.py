@@ -44,7 +44,7 @@ def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tenso
 
 def one_by_one(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Return what `grouped_product` returns, by a product for each group."""
-    groups = rows.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
+    groups = torch.split(rows, ends.diff(prepend=ends.new_zeros(1)).tolist())
     return torch.cat([group @ weight.mT for group, weight in zip(groups, weights, strict=True)])
 
 
@@ -132,12 +132,12 @@ class _Spread(torch.autograd.Function):
     """Rows [tokens k, h] of tokens [tokens, h], each in k places; its gradient is the sum over these."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, order: Order) -> torch.Tensor:
+    def forward(ctx: Any, tokens: torch.Tensor, order: RowOrder) -> torch.Tensor:
         ctx.order = order
         return order.spread(tokens)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.order.collect(gradient), None
 
 
@@ -145,16 +145,26 @@ class _Collect(torch.autograd.Function):
     """Sum over the k rows of each token, the transpose of _Spread."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: Order) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, order: RowOrder) -> torch.Tensor:
         ctx.order = order
         return order.collect(rows)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.order.spread(gradient), None
 
 
-class Order:
+def _spread(tokens: torch.Tensor, order: RowOrder) -> torch.Tensor:
+    found: torch.Tensor = _Spread.apply(tokens, order)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _collect(rows: torch.Tensor, order: RowOrder) -> torch.Tensor:
+    found: torch.Tensor = _Collect.apply(rows, order)  # type: ignore[no-untyped-call]
+    return found
+
+
+class RowOrder:
     """Order of rows by their key, where each token has k rows.
 
     Both directions and both gradients are gathers, so that sums have the same order in every run.
@@ -188,11 +198,11 @@ class TokenDispatcher:
     def __init__(self, config: Any, group: Any) -> None:
         self._chosen, self._experts, self._group = config.moe_router_topk, config.num_moe_experts, group
         self._shape: torch.Size
-        self._order: Order
+        self._order: RowOrder
         self._counts: torch.Tensor
         self._sent: list[int]
         self._received: list[int]
-        self._arrived: Order
+        self._arrived: RowOrder
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -202,8 +212,8 @@ class TokenDispatcher:
         """
         self._shape = hidden_states.shape
         ids = routing_map.int().topk(self._chosen, dim=-1).indices.sort(dim=-1).values
-        self._order, self._counts = Order(ids), routing_map.sum(0)
-        rows = _Spread.apply(hidden_states.reshape(-1, self._shape[-1]), self._order)
+        self._order, self._counts = RowOrder(ids), routing_map.sum(0)
+        rows = _spread(hidden_states.reshape(-1, self._shape[-1]), self._order)
         return rows, probs.gather(1, ids).flatten().gather(0, self._order.rows)
 
     def token_dispatch(self, rows: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,7 +228,7 @@ class TokenDispatcher:
         arriving = everywhere[:, rank].flatten()
         own = torch.arange(self._experts // ranks, device=rows.device).repeat(ranks)
         expert = own.repeat_interleave(arriving, output_size=sum(self._received))
-        self._arrived, self._counts = Order(expert[:, None]), everywhere[:, rank].sum(0)
+        self._arrived, self._counts = RowOrder(expert[:, None]), everywhere[:, rank].sum(0)
         rows, weights = (
             mcore.tensor_parallel.all_to_all(self._group, some, self._received, self._sent)
             for some in (rows, weights[:, None])
@@ -230,12 +240,12 @@ class TokenDispatcher:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the rows sorted by this rank's experts, how many each has, and their weights."""
         if self._group.size() > 1:
-            rows, weights = _Spread.apply(rows, self._arrived), weights.gather(0, self._arrived.rows)
+            rows, weights = _spread(rows, self._arrived), weights.gather(0, self._arrived.rows)
         return rows, self._counts, weights
 
     def combine_preprocess(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows in the order in which they arrived."""
-        return rows if self._group.size() == 1 else _Collect.apply(rows, self._arrived)
+        return rows if self._group.size() == 1 else _collect(rows, self._arrived)
 
     def token_combine(self, rows: torch.Tensor) -> torch.Tensor:
         """Send each row back to the rank of its token."""
@@ -246,7 +256,7 @@ class TokenDispatcher:
 
     def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the sum of each token's rows, [s, b, h]."""
-        return _Collect.apply(rows, self._order).view(self._shape)
+        return _collect(rows, self._order).view(self._shape)
 
 
 def group_experts(layer: Any) -> None:

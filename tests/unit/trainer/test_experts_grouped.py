@@ -25,7 +25,7 @@ from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.mixture import GroupedExperts, grouped_product, one_by_one
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
 from turnlog.trainer.warm_start import random_weights
-from turnlog.trainer.weights import unstacked
+from turnlog.trainer.weights import unstack
 
 MIXTURES = {kind: shape for kind, shape in SMALL.items() if shape.mixture}
 GROUPED, SEQUENTIAL = LearnerOptions(threads=1), LearnerOptions(threads=1, experts="sequential")
@@ -54,7 +54,7 @@ def gradients(model: Any, found: torch.Tensor) -> dict[str, torch.Tensor]:
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     loss = (found * torch.linspace(-1, 1, found.numel()).view(found.shape)).sum()
     pairs = zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True)
-    return dict(piece for name, gradient in pairs for piece in unstacked(name, gradient))
+    return dict(piece for name, gradient in pairs for piece in unstack(name, gradient))
 
 
 @each("shape", MIXTURES.values(), ids=MIXTURES)
@@ -90,7 +90,7 @@ class Launches(TorchDispatchMode):
     """Count of the operators that a block of code dispatches, without views, which launch nothing."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,7 +115,8 @@ def launches(kind: str, experts: int, options: LearnerOptions, dtype: str) -> Co
     trained = [one for one in layer.parameters() if one.requires_grad]
     with mcore.quiet(), Launches() as seen:
         torch.autograd.grad(layer(hidden)[0].sum(), (hidden, *trained))
-    return seen.counts
+    counts: Counter[str] = seen.counts
+    return counts
 
 
 @each("kind", MIXTURES)
