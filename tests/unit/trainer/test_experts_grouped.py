@@ -90,7 +90,7 @@ class Launches(TorchDispatchMode):
     """Count of the operators that a block of code dispatches, without views, which launch nothing."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
