@@ -45,8 +45,9 @@ class LearnerOptions:
     recompute: str = "none"
     """Whether layers are computed again for the gradient: none | full."""
     experts: str = "grouped"
-    """grouped | sequential: how the experts of a mixture are held and multiplied; sequential is Megatron's own, which older
-    checkpoints come from."""
+    """grouped | sequential: how the experts of a mixture are held and multiplied; sequential is Megatron's own, from
+    which older checkpoints come.
+    """
     packing: str = "auto"
     """auto | on | off: whether rows are packed instead of padded."""
     entropy: bool = True
