@@ -104,8 +104,7 @@ def model_config(shape: ModelShape, options: LearnerOptions) -> Any:
         cross_entropy_loss_fusion=False,
     )
     config = mcore.TransformerConfig(**arguments | family(shape.kind).options(shape))
-    config.fused, config.attention = options.fused, options.attention
-    config.compiled = compiled_parts(options.compiled, mcore.DEVICE.type)
+    config.fused, config.compiled = options.fused, compiled_parts(options.compiled, mcore.DEVICE.type)
     return config
 
 

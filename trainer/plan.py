@@ -52,8 +52,6 @@ class LearnerOptions:
     """auto | on | off: whether rows are packed instead of padded."""
     entropy: bool = True
     """Whether steps report the entropy also if nothing trains it."""
-    attention: str = "auto"
-    """auto | cudnn: which of torch's kernels attention tries first."""
     fused: bool = True
     """Whether elementwise work of layers is done in few passes (trainer.models.fused)."""
     compiled: str = "auto"
@@ -246,7 +244,6 @@ def learning_plan(settings: Settings, *, cuda: bool | None = None) -> LearningPl
             recompute=trainer.recompute,
             packing=trainer.packing,
             entropy=trainer.entropy,
-            attention=trainer.attention,
             fused=trainer.fused,
             compiled=trainer.compiled,
             microbatch_tokens=trainer.microbatch_tokens,
@@ -286,7 +283,7 @@ def learning_plan(settings: Settings, *, cuda: bool | None = None) -> LearningPl
 UNRECORDED = frozenset(
     {"allow_changes", "world_size", "threads", "microbatch_tokens", "packing", "recompute", "sequence_parallel"}
     | {"deterministic", "collective_timeout_s"}
-    | {"entropy", "attention", "fused", "compiled"}
+    | {"entropy", "fused", "compiled"}
     | {f"{way}_parallel" for way in ("tensor", "pipeline", "context", "expert")}
     | {"initial_weights", "reference", "teacher", "warm_start_steps", "warm_start_seed"}
     | {"publish_every", "checkpoint_every", "checkpoints", "checkpoints_kept", "checkpoints_reshardable"}

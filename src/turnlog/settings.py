@@ -446,9 +446,6 @@ class TrainerSettings(LearningSettings):
     recompute: Literal["none", "full"] = "none"
     """full: keep only the inputs of each layer and recompute the rest in the backward pass, which saves memory. none:
     keep all activations."""
-    attention: Literal["auto", "cudnn"] = "auto"
-    """Kernel of attention over padded rows. auto: torch chooses, FlashAttention 2 for bfloat16 on CUDA. cudnn: cuDNN's
-    where it takes the input, which is faster on Hopper."""
     fused: bool = True
     """Whether elementwise work of layers (norms of queries and keys, rotary positions, SwiGLU, Adam on CUDA) is done in
     few passes over memory. false: by Megatron's and torch's own functions, for comparison."""

@@ -43,7 +43,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "swiglu": {"compiled": "logprobs,swiglu"},
     "all": {},
     "no-entropy": {"entropy": False},
-    "cudnn": {"attention": "cudnn"},
     "packed": {"packing": "on"},
     "packed-off": {"packing": "on", **OFF},
 }

@@ -23,12 +23,10 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turnlog.trainer import mcore
 from turnlog.trainer.models.fused import is_compiled, is_fused, norm_around_zero
@@ -107,11 +105,9 @@ def flash_rows(
     return found
 
 
-BACKENDS = (
-    SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
-)  # fmt: skip
-"""Order in which torch's backends are tried if cuDNN is preferred; torch itself tries FlashAttention 2 before it."""
-
+LONG_ROW = 2048
+"""Mean length from which packed rows are a call each: torch's choice for one row, cuDNN's kernel on Hopper, is faster
+than the FlashAttention 2 of the kernel for rows of varying length."""
 BLOCK = 512
 """Smallest number of queries that attend to a sliding window in one call."""
 
@@ -173,7 +169,6 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.window = layer_window(config, layer_number)
-        self._backends = BACKENDS if getattr(config, "attention", "auto") == "cudnn" else ()
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -198,7 +193,8 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
         """
         packed = packed_seq_params is not None
         ranks = self.config.context_parallel_size
-        if packed and ranks == 1 and not self.dropout and self.softmax_offset is None:
+        short = packed_seq_params is not None and query.size(0) < LONG_ROW * (len(packed_seq_params.edges) - 1)
+        if short and ranks == 1 and not self.dropout and self.softmax_offset is None:
             kernel = self.varlen_kernel(query.device.type, query.dtype, query.size(-1))
             if kernel is not None:
                 return self._in_one_call(kernel, query, key, value, packed_seq_params)
@@ -281,17 +277,16 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
             from torch.nn.attention.bias import causal_lower_right  # loads torch's compiler, a second of a rank's start
 
             mask = causal_lower_right(q.size(2), k.size(2))
-        with sdpa_kernel([*self._backends], set_priority=True) if self._backends else nullcontext():
-            out = functional.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                is_causal=mask is None and q.size(2) > 1,
-                scale=self.scale,
-                dropout_p=self.dropout if self.training else 0.0,
-                enable_gqa=q.size(1) != k.size(1),
-            )
+        out = functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None and q.size(2) > 1,
+            scale=self.scale,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=q.size(1) != k.size(1),
+        )
         return out[..., :width].permute(2, 0, 1, 3)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
