@@ -90,7 +90,7 @@ def choose_kernels(*, deterministic: bool) -> None:
         # cuBLAS reads it at its first use. Without it the order of its sums may differ between runs.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it finds reads of such memory, at a cost
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # finds reads of it, at a cost
 
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
