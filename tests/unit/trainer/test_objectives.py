@@ -470,7 +470,6 @@ def test_a_batch_without_any_advantage_computes_one_group_and_greedy_rows_are_co
     assert len(kept.experts) == len(kept.token_ids) < len(routed.experts)
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("unrouted_train", [True, False])
 def test_a_choice_over_the_batch_counts_no_row_that_the_step_masks(unrouted_train: bool) -> None:
     rows = with_random_experts(synthetic_rows(0), TINY_MIXTURE, 0, some=True)
@@ -488,7 +487,8 @@ def test_a_choice_over_the_batch_counts_no_row_that_the_step_masks(unrouted_trai
     found = one.measure(rows, PolicyGradient(algorithm=algorithm))
     assert int(seen[0].sum()) == found.trained_tokens - found.masked
     assert found.masked > 0
-=======
+
+
 @pytest.mark.parametrize("reported", [True, False])
 def test_the_entropy_is_computed_only_where_something_asks_for_it(reported: bool) -> None:
     """A figure of every token asks for it, too."""
@@ -522,4 +522,3 @@ def test_an_algorithm_that_wants_the_entropy_trains_it() -> None:
     assert steps[-1].grad_norm > 0
     assert steps[0].entropy is not None
     assert all(one.loss < 0 for one in steps)
->>>>>>> 03e6f976 (Document fast paths of the trainer, and test when the entropy is computed)
