@@ -384,6 +384,11 @@ def ranks(plan: LearningPlan, beat: Beat = lambda _: None) -> Iterator[Ranks]:
     Raises UnsupportedModel, LayoutUnfit, WeightsMismatch, TeacherUnfit, RankLost.
     """
     check_layout(read_shape(plan.model), plan.options)
+    if plan.launcher == "torchrun" and torchrun_rank(os.environ) is None:
+        raise LayoutUnfit(
+            "trainer.launcher is torchrun, which did not start this process: run `torchrun --no-python turnlog role "
+            "trainer` on each machine, or set trainer.launcher to local"
+        )
     if plan.teacher is not None:
         check_teacher(plan.teacher, plan.model, plan.options)
     with (on_ray if plan.launcher == "ray" else local_ranks)(plan, beat) as everyone:

@@ -366,6 +366,8 @@ class LaunchPlan:
                 counts.pop(role, None)
         if not self._settings.alerts.urls:
             counts.pop("alerts", None)
+        if self._settings.trainer.launcher == "torchrun":
+            counts.pop("trainer", None)
         found = []
         for role, count in counts.items():
             if role == "loader":

@@ -470,9 +470,10 @@ class TrainerSettings(LearningSettings):
     world_size: Count = 1
     """Total number of ranks: a multiple of tensor_parallel x pipeline_parallel x context_parallel, and of
     expert_parallel x pipeline_parallel. Each rank uses the device with its local number on its machine."""
-    launcher: Literal["local", "ray"] = "local"
-    """Launcher of the ranks. local: the trainer, on its own machine, where it is rank 0 (or torchrun, on several
-    machines). ray: the trainer, as actors on the nodes of a Ray cluster; the trainer is then no rank itself."""
+    launcher: Literal["local", "torchrun", "ray"] = "local"
+    """Launcher of the ranks. local: the trainer, on its own machine, where it is rank 0. torchrun: you, by `torchrun
+    --no-python turnlog role trainer` on each machine; `turnlog up` then starts no trainer. ray: the trainer, as actors
+    on the nodes of a Ray cluster; the trainer is then no rank itself."""
     ray_address: str = "auto"
     """Address of the Ray cluster. auto: RAY_ADDRESS if it is set, else the cluster that this machine is a node of."""
     ray_placement: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"

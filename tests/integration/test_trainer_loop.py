@@ -147,7 +147,8 @@ async def test_two_ranks_train_the_same_over_a_stop_of_all_their_processes_and_o
     os.killpg(first.pid, signal.SIGTERM)  # as a machine that goes away does: to rank 1, too
     assert await first.wait() == 0
     await append_batches(role.events, role.blobs, settings.run.id, 6)
-    agents = await agents_of_two_machines(two, tmp_path)
+    by_torchrun = dataclasses.replace(two, trainer=dataclasses.replace(ranks, launcher="torchrun"))
+    agents = await agents_of_two_machines(by_torchrun, tmp_path)
     assert [await agent.wait() for agent in agents] == [0, 0]
     if checkpoints == "s3":
         held = [

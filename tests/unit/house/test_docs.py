@@ -34,7 +34,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 COMPOSE = yaml.safe_load((ROOT / "infra/deploy/compose/compose.yaml").read_text())
 SERVICES = set(COMPOSE["services"])
 PROFILES = {profile for service in COMPOSE["services"].values() for profile in service["profiles"]}
-SHELL = {"cd", "cp", "mkdir", "openssl", "chmod", "git", "export"}
+SHELL = {"cd", "cp", "mkdir", "openssl", "chmod", "git", "export", "df", "hf", "nvidia-smi"}
 OF_A_CLUSTER = {"helm", "kubectl"}
 PARSER = cli.parser()
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -81,6 +81,8 @@ def test_a_command_block_parses(text: str) -> None:
         elif program in OF_A_CLUSTER:
             assert line in (ROOT / "docs/kubernetes.md").read_text(), line  # which tests/deploy/test_kube.py runs
         elif program not in SHELL:
+            if program == "torchrun":
+                program, *arguments = arguments[arguments.index("--no-python") + 1 :]
             assert program == "turnlog", line
             assert PARSER.parse_args(arguments).verb
 

@@ -144,6 +144,13 @@ def test_an_engine_takes_adapters_where_they_are_published(own_servers: Settings
     assert {"q_proj", "down_proj", "torch_native"} < set(told)
 
 
+def test_no_trainer_is_started_where_torchrun_starts_it(own_servers: Settings) -> None:
+    trainer = dataclasses.replace(own_servers.trainer, launcher="torchrun")
+    asked = dataclasses.replace(own_servers, trainer=trainer)
+    names = [{member.launch.name for member in LaunchPlan(settings).members} for settings in (own_servers, asked)]
+    assert names[0] - names[1] == {"trainer-0"}
+
+
 def test_an_archiver_runs_where_the_settings_ask_for_one(own_servers: Settings) -> None:
     asked = dataclasses.replace(own_servers, archive=ArchiveSettings(enabled=True))
     names = [[member.launch.name for member in LaunchPlan(settings).members] for settings in (own_servers, asked)]

@@ -121,6 +121,14 @@ def test_a_layout_that_the_model_does_not_fit_is_refused_before_a_rank_starts(tm
     assert not mortal.exists()
 
 
+def test_a_trainer_that_torchrun_should_have_started_says_so(tmp_path: Path) -> None:
+    with (
+        pytest.raises(LayoutUnfit, match="torchrun --no-python turnlog role trainer"),
+        ranks(planned(tmp_path, launcher="torchrun")),
+    ):
+        pytest.fail("nobody else will join")
+
+
 def test_a_teacher_that_is_unfit_is_refused_before_a_rank_starts(tmp_path: Path, mortal: Path) -> None:
     teacher = synthetic_model(tmp_path / "teacher", dataclasses.replace(TINY, vocabulary=300))
     plan = planned(tmp_path, world_size=2, tensor_parallel=2, logprobs="recomputed", teacher=str(teacher))
