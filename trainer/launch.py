@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
@@ -45,8 +46,9 @@ from turnlog.trainer.algorithms.logprobs import check_teacher
 from turnlog.trainer.calls import Ranks, RankZero, follow
 from turnlog.trainer.checkpoints.places import StorePlace
 from turnlog.trainer.families.family import read_shape
+from turnlog.trainer.layouts import GB, TrainedModels, check_layout, check_memory
 from turnlog.trainer.learner import Learner
-from turnlog.trainer.plan import JOIN_S, LearnerOptions, LearningPlan, check_layout
+from turnlog.trainer.plan import JOIN_S, LearnerOptions, LearningPlan
 from turnlog.trainer.weights import read_weights
 
 __all__ = ["HOST", "IDLE", "Store", "meeting_place", "process_group"]
@@ -381,18 +383,36 @@ if __name__ == "__main__":
 def ranks(plan: LearningPlan, beat: Beat = lambda _: None) -> Iterator[Ranks]:
     """Yield all ranks, on the weights of the plan's model folder.
 
-    Raises UnsupportedModel, LayoutUnfit, WeightsMismatch, TeacherUnfit, RankLost.
+    Raises UnsupportedModel, LayoutUnfit, WeightsMismatch, TeacherUnfit, RankLost, and SettingsError if a rank's device
+    has too little memory.
     """
-    check_layout(read_shape(plan.model), plan.options)
+    shape = read_shape(plan.model)
+    check_layout(shape, plan.options)
     if plan.launcher == "torchrun" and torchrun_rank(os.environ) is None:
         raise LayoutUnfit(
             "trainer.launcher is torchrun, which did not start this process: run `torchrun --no-python turnlog role "
             "trainer` on each machine, or set trainer.launcher to local"
         )
+    local = 0 if plan.launcher == "ray" else mcore.device_bytes()
+    if available := plan.device_memory_gb * GB * (local > 0 or plan.launcher == "ray") or local:
+        check_memory(
+            shape, plan.options, models_of(plan), world_size=plan.world_size,
+            node_size=min(plan.world_size, torch.cuda.device_count() or plan.world_size), device_bytes=available,
+        )  # fmt: skip
     if plan.teacher is not None:
         check_teacher(plan.teacher, plan.model, plan.options)
     with (on_ray if plan.launcher == "ray" else local_ranks)(plan, beat) as everyone:
         yield everyone
+
+
+def models_of(plan: LearningPlan) -> TrainedModels:
+    """Return what ranks train and compute by this plan."""
+    return TrainedModels(
+        tokens=plan.options.microbatch_tokens,
+        critic=plan.objective.critic is not None,
+        reference=plan.reference is not None,
+        teacher=None if plan.teacher is None else read_shape(plan.teacher),
+    )
 
 
 def on_ray(plan: LearningPlan, beat: Beat) -> AbstractContextManager[Ranks]:

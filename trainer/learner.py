@@ -190,6 +190,7 @@ class Learner:
     def reference_logprobs(self, rows: BatchRows) -> Floats:
         """Like `logprobs`, by the reference."""
         assert self.policy.reference is not None, "the learner was made without a reference"
+        self.policy.gather_weights()
         with self.policy.reference.in_place(self.policy.model):
             return self.logprobs(rows)
 
@@ -209,10 +210,12 @@ class Learner:
 
     def export(self) -> Tensors:
         """Return the policy's weights under Hugging Face names, in rank 0's memory."""
+        self.policy.gather_weights()
         return export_weights(self.policy.model, self.shape)
 
     def export_files(self, folder: Path, of: Of = "merged") -> Written | None:
         """Write the same as files into rank 0's `folder`; return their content description at rank 0."""
+        self.policy.gather_weights()
         written = export_files(self.policy.model, self.shape, folder, of)
         if written is not None and of == "adapter":
             config = adapters.config_json(self._adapters["lora_rank"], self._adapters["lora_alpha"], written.checksums)

@@ -46,6 +46,7 @@ MODULES = (
     "pipeline_parallel.schedules", "pipeline_parallel.p2p_communication", "pipeline_parallel.utils",
     "distributed.param_and_grad_buffer", "distributed.distributed_data_parallel", "distributed.finalize_model_grads",
     "optimizer.optimizer", "optimizer.clip_grads", "optimizer.distrib_optimizer", "optimizer.grad_scaler",
+    "optimizer.cpu_offloading.hybrid_optimizer",
     "transformer.utils", "transformer.attention", "transformer.dot_product_attention", "transformer.module",
     "transformer.transformer_layer", "transformer.transformer_block", "transformer.mlp",
     "transformer.moe.router", "transformer.moe.moe_utils", "transformer.moe.experts",
@@ -286,6 +287,19 @@ def install() -> None:
         distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = GroupStepAdam, True, True
 
 
+@contextmanager
+def torch_adam() -> Iterator[None]:
+    """Let Megatron use torch's AdamW on the GPU too while it builds an optimizer that is offloaded in part: it counts
+    steps in the state of each parameter, as the part on the CPU does.
+    """
+    optimizer: Any = importlib.import_module("megatron.core.optimizer")
+    own, optimizer.Adam = optimizer.Adam, torch.optim.AdamW
+    try:
+        yield
+    finally:
+        optimizer.Adam = own
+
+
 def own_device(environment: Mapping[str, str]) -> torch.device:
     """Return this rank's device and make it current: on its machine, the device with the number of its local rank.
 
@@ -303,6 +317,11 @@ def check_devices(ranks: int) -> None:
     """Check that each of `ranks` ranks on this machine has its own device; on CPU they share it. Raises LayoutUnfit."""
     if torch.cuda.is_available() and ranks > torch.cuda.device_count():
         raise LayoutUnfit(f"{ranks} ranks on this machine need a device each, torch sees {torch.cuda.device_count()}")
+
+
+def device_bytes() -> int:
+    """Return the memory of this rank's device; 0 on a CPU."""
+    return int(torch.cuda.mem_get_info()[1]) if torch.cuda.is_available() else 0
 
 
 DEVICE = own_device(os.environ)
@@ -435,6 +454,7 @@ __all__ = [
     "apply_swiglu_sharded_factory",
     "build_module",
     "check_devices",
+    "device_bytes",
     "dist_checkpointing",
     "files_of",
     "filesystem_async",
@@ -454,4 +474,5 @@ __all__ = [
     "quiet",
     "rewrite_common",
     "tensor_parallel",
+    "torch_adam",
 ]

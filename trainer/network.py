@@ -9,6 +9,7 @@ from all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -111,6 +112,8 @@ def model_config(shape: ModelShape, options: LearnerOptions) -> Any:
 def _recompute(options: LearnerOptions) -> dict[str, Any]:
     if options.recompute == "none":
         return {}
+    if options.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(options.recompute_modules)}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -237,7 +240,10 @@ class Network:
         self._padding: torch.Tensor | None = None
         self.model.register_forward_pre_hook(self._say_where_rows_stand, with_kwargs=True)
         self._sight = Sight(self.model, shape.vision) if shape.vision and self.model.pre_process else None
-        self._replay = Replay(self.model, recompute=options.recompute != "none") if shape.mixture else None
+        routes_again = options.recompute == "full" or (
+            options.recompute == "selective" and "moe" in options.recompute_modules
+        )
+        self._replay = Replay(self.model, recompute=routes_again) if shape.mixture else None
         self._schedule = mcore.get_forward_backward_func()
         self._wrapped: Any = self.model
 
@@ -344,17 +350,30 @@ class TrainedNetwork(Network):
     ) -> None:
         """The arguments are those of Network."""
         super().__init__(shape, weights, options, reference=reference, values=values)
-        distributed = mcore.DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        distributed = mcore.DistributedDataParallelConfig(
+            grad_reduce_in_fp32=options.grad_reduce_in_fp32,
+            overlap_grad_reduce=options.overlap_grad_reduce,
+            overlap_param_gather=options.overlap_param_gather,
+            use_distributed_optimizer=True,
+        )
         self._wrapped = mcore.DistributedDataParallel(self._config, distributed, self.model)
+        self._gathered = True
+        """Whether this rank has the weights that other ranks updated."""
         overrides = _parameter_groups(self._optimizer_config())
-        self.optimizer = mcore.get_megatron_optimizer(self._optimizer_config(), [self._wrapped], overrides)
+        with mcore.torch_adam() if options.optimizer_cpu_offload else contextlib.nullcontext():
+            self.optimizer = mcore.get_megatron_optimizer(self._optimizer_config(), [self._wrapped], overrides)
         for one in self.optimizer.chained_optimizers:  # moments start at 0, so that step 0 can be saved
+            if options.optimizer_cpu_offload:
+                _start_offloaded(one.optimizer)
+                continue
             one.init_state_fn(one.optimizer, one.config)
             one.optimizer.fused = options.fused
             for group in one.optimizer.param_groups:
                 group.setdefault("step", 0)
         self._config.grad_scale_func = self.optimizer.scale_loss
         self._config.finalize_model_grads_func = mcore.finalize_model_grads
+        if options.overlap_grad_reduce:  # gradients are summed once, behind the last microbatch
+            self._config.no_sync_func = self._wrapped.no_sync
         mcore.TRAINED.add(self)
 
     def release(self) -> None:
@@ -367,13 +386,23 @@ class TrainedNetwork(Network):
         for module in self.model.modules():
             if dispatcher := getattr(module, "token_dispatcher", None):
                 dispatcher.__dict__.clear()  # it keeps tensors of the last pass, whose graph has those hooks
-        self._config.grad_scale_func = self._config.finalize_model_grads_func = None
+        self._config.grad_scale_func = self._config.finalize_model_grads_func = self._config.no_sync_func = None
         del self.optimizer
 
     @property
     def state(self) -> State:
         """The content of a checkpoint: (model, optimizer)."""
+        self.gather_weights()
         return self.model, self.optimizer
+
+    @mcore.quiet()
+    def gather_weights(self) -> None:
+        """Gather the weights that other ranks updated, if the next forward pass would do so. Call before anything else
+        reads or replaces the weights. Collective.
+        """
+        if not self._gathered:
+            self._wrapped.start_param_sync(force_sync=True)
+            self._gathered = True
 
     def forget_gradients(self) -> None:
         """Reset gradients; call before a pass with gradients."""
@@ -392,10 +421,12 @@ class TrainedNetwork(Network):
             # Megatron sets `wd_mult` to 0 for norms and biases, but only its own scheduler would read it.
             group["weight_decay"] = self._options.weight_decay * group.get("wd_mult", 1.0)
         self.optimizer.step()
+        self._gathered = not self._options.overlap_param_gather
 
     def _optimizer_config(self) -> Any:
-        options = self._options
-        return mcore.OptimizerConfig(
+        options, half = self._options, torch.bfloat16
+        precise = options.use_precision_aware_optimizer
+        config = mcore.OptimizerConfig(
             optimizer="adam",
             lr=1.0,  # set before every step
             weight_decay=options.weight_decay,
@@ -405,7 +436,31 @@ class TrainedNetwork(Network):
             bf16=self._config.bf16,
             params_dtype=self._config.params_dtype,
             use_distributed_optimizer=True,
+            overlap_param_gather=options.overlap_param_gather,
+            use_precision_aware_optimizer=precise,
+            **({"exp_avg_dtype": half, "exp_avg_sq_dtype": half} if precise else {}),
         )
+        if options.optimizer_cpu_offload:
+            config.optimizer_cpu_offload = True
+            config.optimizer_offload_fraction = options.optimizer_offload_fraction
+            # The optimizer of two devices takes this path, and is alone on it in not needing TransformerEngine, but the
+            # constructor would compare the version of it (megatron-core 0.16.1).
+            config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+            config.store_param_remainders = False
+        return config
+
+
+def _start_offloaded(optimizer: Any) -> None:
+    """Set the moments and steps of Megatron's optimizer of two devices to 0."""
+    for group in optimizer.param_groups:  # checkpoints have the other values of a group, and must be free of pickles
+        for name in ("cpu_optimizer_cls", "gpu_optimizer_cls"):
+            group.pop(name, None)
+    for one in optimizer.sub_optimizers:
+        for group in one.param_groups:
+            for parameter in group["params"]:
+                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                one.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **zeros}
+    optimizer._sync_sub_optimizers_state_to_hdo()
 
 
 def _parameter_groups(config: Any) -> dict[Any, Any]:

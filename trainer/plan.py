@@ -15,13 +15,12 @@ import torch
 
 from turnlog.learning_settings import check_wants
 from turnlog.settings import Settings, SettingsError, TrainerSettings
-from turnlog.trainer import LayoutUnfit
 from turnlog.trainer.algorithms.objective import PolicyGradient as PolicyGradient
 from turnlog.trainer.algorithms.objective import imitation as imitation
 from turnlog.trainer.algorithms.tokens import CriticRules, choose_algorithm, chosen_auxiliary
 from turnlog.trainer.checkpoints.places import StorePlace, contents_sha256
-from turnlog.trainer.families.family import family
-from turnlog.trainer.families.shape import ModelShape
+from turnlog.trainer.layouts import check_layout as check_layout
+from turnlog.trainer.layouts import check_options
 
 log = logging.getLogger(__name__)
 JOIN_S = 600.0
@@ -43,7 +42,21 @@ class LearnerOptions:
     expert_parallel: int = 1
     sequence_parallel: bool = False
     recompute: str = "none"
-    """Whether layers are computed again for the gradient: none | full."""
+    """Whether layers are computed again for the gradient: none | selective | full."""
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    """Modules that are computed again if `recompute` is selective, by Megatron's names."""
+    grad_reduce_in_fp32: bool = True
+    """Whether gradients are summed in float32; if not, in the dtype of the parameters."""
+    overlap_grad_reduce: bool = False
+    """Whether gradients are summed over ranks while the backward pass goes on."""
+    overlap_param_gather: bool = False
+    """Whether updated weights are gathered while the forward pass goes on."""
+    optimizer_cpu_offload: bool = False
+    """Whether the optimizer's state lies in host memory, and the CPU updates it."""
+    optimizer_offload_fraction: float = 1.0
+    """Share of the state that is offloaded."""
+    use_precision_aware_optimizer: bool = False
+    """Whether TransformerEngine's Adam keeps its moments in bfloat16."""
     experts: str = "grouped"
     """grouped | sequential: how the experts of a mixture are held and multiplied; sequential is Megatron's own, from
     which older checkpoints come.
@@ -96,55 +109,6 @@ class LearnerOptions:
         return chunks * (self.tensor_parallel if self.sequence_parallel else 1)
 
 
-OFF: dict[str, tuple[str, ...]] = {"packing": ("auto", "off")}
-"""Options that have other values than their default for models that do not support them."""
-
-
-def check_layout(shape: ModelShape, options: LearnerOptions) -> None:
-    """Raises LayoutUnfit for a model that the ranks cannot share equally, or that Megatron cannot train in this
-    layout.
-    """
-    tensor, pipeline, expert = options.tensor_parallel, options.pipeline_parallel, options.expert_parallel
-    shares = [
-        ("tensor_parallel", tensor, "attention heads", shape.heads),
-        ("tensor_parallel", tensor, "key-value heads", shape.groups),
-        ("tensor_parallel", tensor, "key heads of linear attention", shape.linear.key_heads if shape.linear else 0),
-        ("pipeline_parallel", pipeline, "layers", shape.layers),
-        ("expert_parallel", expert, "experts", shape.experts),
-    ]
-    if not shape.mixture or shape.mixture.dense_layers:
-        shares.append(("tensor_parallel", tensor, "intermediate size", shape.ffn))
-    if shape.mixture:
-        shares.append(("tensor_parallel", tensor, "intermediate size of shared experts", shape.mixture.shared_ffn))
-    for setting, ranks, what, count in shares:
-        if count % ranks:
-            raise LayoutUnfit(f"trainer.{setting} = {ranks} does not divide the model's {what} ({count})")
-    for setting, reason in family(shape.kind).without.items():
-        value, off = getattr(options, setting), OFF.get(setting, (getattr(LearnerOptions(), setting),))
-        if value not in off:
-            raise LayoutUnfit(f"trainer.{setting} = {value} is not supported for {shape.kind}, because {reason}")
-    if pipeline > 1 and shape.vision and len(shape.vision.deep) > shape.layers // pipeline:
-        raise LayoutUnfit(
-            f"trainer.pipeline_parallel = {pipeline} is not supported for a {shape.kind} of {shape.layers} layers: the "
-            f"first stage must have the {len(shape.vision.deep)} layers that deepstack_visual_indexes reaches"
-        )
-    if expert > 1 and not shape.experts:
-        raise LayoutUnfit(
-            f"trainer.expert_parallel = {expert} is not supported for a model without experts ({shape.kind})"
-        )
-    if options.moe_aux_loss_coeff and not shape.experts:
-        raise LayoutUnfit(
-            f"trainer.moe_aux_loss_coeff = {options.moe_aux_loss_coeff} is not supported for a model without experts "
-            f"({shape.kind}): set it to 0"
-        )
-    if shape.experts and tensor > 1 and not (options.sequence_parallel and expert > 1):
-        # If no ranks share experts, Megatron does not sum their gradients over the tensor-parallel ranks.
-        raise LayoutUnfit(
-            "trainer.tensor_parallel of a mixture of experts needs trainer.sequence_parallel = true and "
-            "trainer.expert_parallel above 1"
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningPlan:
     """The plan of training; the same on every rank, and in a re-run."""
@@ -186,6 +150,8 @@ class LearningPlan:
     """Number of the run's steps before its critic began."""
     place: StorePlace | None = None
     """Storage of checkpoints, unless it is a folder."""
+    device_memory_gb: float = 0.0
+    """Memory of a rank's device in GB; 0 if the device itself says it."""
 
     def behind(self, steps: int, critic_from: int) -> LearningPlan:
         """Return the plan after `steps` steps of the run from which this one was forked: its schedule continues
@@ -228,6 +194,7 @@ def learning_plan(settings: Settings, *, cuda: bool | None = None) -> LearningPl
             )
     if trainer.sequence_parallel and trainer.tensor_parallel == 1:
         raise SettingsError("trainer.sequence_parallel needs tensor_parallel above 1")
+    check_options(trainer, on_device=_has_device(trainer, cuda=cuda))
     weights = Path(trainer.initial_weights or settings.model.path)
     objective = _objective(settings)
     check_wants(settings, objective.algorithm.name, objective.algorithm.wants, "settings")
@@ -242,6 +209,13 @@ def learning_plan(settings: Settings, *, cuda: bool | None = None) -> LearningPl
             expert_parallel=trainer.expert_parallel,
             sequence_parallel=trainer.sequence_parallel,
             recompute=trainer.recompute,
+            recompute_modules=trainer.recompute_modules,
+            grad_reduce_in_fp32=trainer.grad_reduce_in_fp32,
+            overlap_grad_reduce=trainer.overlap_grad_reduce,
+            overlap_param_gather=trainer.overlap_param_gather,
+            optimizer_cpu_offload=trainer.optimizer_cpu_offload,
+            optimizer_offload_fraction=trainer.optimizer_offload_fraction,
+            use_precision_aware_optimizer=trainer.use_precision_aware_optimizer,
             packing=trainer.packing,
             entropy=trainer.entropy,
             fused=trainer.fused,
@@ -277,6 +251,7 @@ def learning_plan(settings: Settings, *, cuda: bool | None = None) -> LearningPl
         launcher=trainer.launcher,
         ray_address=trainer.ray_address,
         ray_placement=trainer.ray_placement,
+        device_memory_gb=trainer.device_memory_gb,
     )
 
 
@@ -287,6 +262,8 @@ UNRECORDED = frozenset(
     | {f"{way}_parallel" for way in ("tensor", "pipeline", "context", "expert")}
     | {"initial_weights", "reference", "teacher", "warm_start_steps", "warm_start_seed"}
     | {"publish_every", "checkpoint_every", "checkpoints", "checkpoints_kept", "checkpoints_reshardable"}
+    | {"recompute_modules", "overlap_grad_reduce", "overlap_param_gather", "device_memory_gb"}
+    | {"optimizer_cpu_offload", "optimizer_offload_fraction"}
     | {"max_skipped", "token_files_every", "publish", "launcher", "ray_address", "ray_placement"}
 )
 """[trainer] settings that a run may change: how ranks share the work, where models lie (their content is recorded, see
@@ -314,6 +291,11 @@ def parameter_type(trainer: TrainerSettings, *, cuda: bool | None = None) -> Lit
             "trainer.dtype to bfloat16, or to float32 where they have none"
         )
     return "bfloat16" if (torch.cuda.is_available() if cuda is None else cuda) else "float32"
+
+
+def _has_device(trainer: TrainerSettings, *, cuda: bool | None) -> bool:
+    """Return whether ranks have a GPU. Those of a Ray cluster, which the trainer does not see, are assumed to."""
+    return trainer.launcher == "ray" or (torch.cuda.is_available() if cuda is None else cuda)
 
 
 PLANNED = "feeder.draws x batcher.updates_per_draw"

@@ -37,6 +37,7 @@ from turnlog.verbs import (
     session,
     start,
     status,
+    trainer_plan,
 )
 from turnlog.verbs.old_spellings import modern_words
 from turnlog.verbs.verb import Verb
@@ -202,7 +203,7 @@ def _completion(_: Settings, arguments: argparse.Namespace) -> int:
 
 FAMILIES = (
     start, run, status, dashboard, books, session, index, models, dataset, replay, archive, engines, dead_letters, env,
-    catalogue, gc, roles, sandbox, outlets,
+    catalogue, gc, roles, sandbox, outlets, trainer_plan,
 )  # fmt: skip
 VERBS: tuple[Verb, ...] = (
     *(verb for family in FAMILIES for verb in family.VERBS),

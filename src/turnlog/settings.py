@@ -443,9 +443,31 @@ class TrainerSettings(LearningSettings):
     sequence_parallel: bool = False
     """Whether tensor-parallel ranks also share the tokens between their matrices. A mixture of experts with tensor
     parallelism needs it, and its ranks then share the experts, too."""
-    recompute: Literal["none", "full"] = "none"
-    """full: keep only the inputs of each layer and recompute the rest in the backward pass, which saves memory. none:
-    keep all activations."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """full: keep only the inputs of each layer and recompute the rest in the backward pass, which saves memory.
+    selective: recompute only `recompute_modules`. none: keep all activations."""
+    recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] = ("core_attn",)
+    """Modules that `recompute = "selective"` recomputes. core_attn: attention between its matrices. mlp: dense
+    feed-forward layers. moe: mixtures of experts with their router. shared_experts: of these only the layer that every
+    token passes."""
+    grad_reduce_in_fp32: bool = True
+    """Whether gradients are summed over microbatches and ranks in float32. false: in the data type of the parameters,
+    which halves the gradients of a bfloat16 model and rounds their sums."""
+    overlap_grad_reduce: bool = False
+    """Whether ranks sum gradients while the backward pass of the last microbatch is still running."""
+    overlap_param_gather: bool = False
+    """Whether ranks gather updated weights while the next forward pass is already running. It needs
+    overlap_grad_reduce."""
+    optimizer_cpu_offload: bool = False
+    """Whether the state of the optimizer lies in host memory, where the CPU updates it. It needs a GPU."""
+    optimizer_offload_fraction: Share = 1.0
+    """Share of the parameters whose optimizer state is offloaded."""
+    use_precision_aware_optimizer: bool = False
+    """Whether Adam keeps its moments in bfloat16, and of the float32 weights only what bfloat16 lacks. It needs
+    TransformerEngine and dtype bfloat16."""
+    device_memory_gb: Annotated[float, Meta(ge=0, le=10_000)] = 0.0
+    """Memory of a rank's device in GB, which the trainer compares with its prediction before it starts ranks (`turnlog
+    trainer plan`). 0: that of the local GPU; on a CPU nothing is compared."""
     fused: bool = True
     """Whether elementwise work of layers (norms of queries and keys, rotary positions, SwiGLU, Adam on CUDA) is done in
     few passes over memory. false: by Megatron's and torch's own functions, for comparison."""

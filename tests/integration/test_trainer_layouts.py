@@ -154,12 +154,15 @@ async def test_loss_and_gradient_norm_are_those_of_the_reference(ranks: int, lay
     assert process.returncode == 0
     found = [json.loads(line) for line in output.decode().splitlines() if line.startswith("{")]
     assert [each["layout"] for each in found] == list(layouts)
+    by_name = {each["layout"]: each for each in found}
     for each in found:
         for loss, wanted_loss, norm, wanted_norm in each["steps"]:
             assert loss == pytest.approx(wanted_loss, abs=1e-5), each["layout"]
             assert norm == pytest.approx(wanted_norm, rel=1e-5), each["layout"]
         assert each["weights"] < 1e-4, each["layout"]
         assert each["exact"], each["layout"]
+        if other := by_name.get(each["layout"].replace("-overlap", "")):
+            assert (each["steps"], each["weights"]) == (other["steps"], other["weights"]), each["layout"]
         for what, bounds in PEAKS.get(each["layout"], {}).items():
             for peak, (least, most) in zip(each["peaks"][what], bounds, strict=True):
                 assert least <= peak <= most, (each["layout"], what)

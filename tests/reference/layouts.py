@@ -8,12 +8,12 @@ torchrun --nproc-per-node 4 -m tests.reference.layouts 2 tp2-pp2 tp2-sp-ep2 cp2-
 A layout is named by the parallelism of its ranks: tp tensor, pp pipeline, cp context, ep expert parallel; sp: sequence
 parallel. The remaining ranks are data parallel. A model_type is the family of the model; without one it is a Qwen3,
 with ep or replay one of Qwen3's mixtures of experts, with images a Qwen2.5-VL. replay: its routing is recorded; some:
-except for every third row. packed: rows are packed. again: layers are recomputed. tied: the output layer is the
-embedding. moved: one rank resumes from the checkpoint at the end. kept: the same ranks resume from a checkpoint that
-gathers no optimizer state. single: experts have parameters of their own before that, and stacked ones after. balanced:
-routers have a load-balancing loss, and each row is a microbatch. lora: only low-rank adapters train. called: rank 0
-calls the others, as in a run, and they map its rows. After a colon, one of OBJECTIVES replaces the clipped ratio
-against recorded log-probs.
+except for every third row. packed: rows are packed. again: layers are recomputed. overlap: gradients are summed and
+weights gathered while passes go on. tied: the output layer is the embedding. moved: one rank resumes from the
+checkpoint at the end. kept: the same ranks resume from a checkpoint that gathers no optimizer state. single: experts
+have parameters of their own before that, and stacked ones after. balanced: routers have a load-balancing loss, and each
+row is a microbatch. lora: only low-rank adapters train. called: rank 0 calls the others, as in a run, and they map its
+rows. After a colon, one of OBJECTIVES replaces the clipped ratio against recorded log-probs.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ WORDS = (
     "tied",
     "replay",
     "again",
+    "overlap",
     "packed",
     "moved",
     "kept",
@@ -124,6 +125,8 @@ def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
         **shares,
         sequence_parallel="sp" in words,
         recompute="full" if "again" in words else "none",
+        overlap_grad_reduce="overlap" in words,
+        overlap_param_gather="overlap" in words,
         packing="on" if "packed" in words else "off",
         reshardable="kept" not in words,
         experts="sequential" if "single" in words else "grouped",

@@ -56,7 +56,10 @@ def check_teacher(teacher: Path, model: Path, options: LearnerOptions) -> None:
     shape, policy = read_shape(teacher), read_shape(model)
     setting = f"trainer.teacher = {teacher}"
     try:
-        check_layout(shape, options)
+        check_layout(
+            shape,
+            dataclasses.replace(options, recompute="none", overlap_grad_reduce=False, optimizer_cpu_offload=False),
+        )
     except LayoutUnfit as error:
         raise TeacherUnfit(f"{setting}: of the teacher: {error}") from error
     if policy.vision and shape.kind != policy.kind:

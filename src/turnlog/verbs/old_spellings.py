@@ -9,7 +9,12 @@ from turnlog.verbs.verb import Verb
 
 VALUED = ("--settings", "--run")
 """Options before the verb that take a value."""
-ACTIONS = {"archive": {"flush", "status", "prune"}, "index": {"build"}, "sandbox": {"pool", "check", "exec"}}
+ACTIONS = {
+    "archive": {"flush", "status", "prune"},
+    "index": {"build"},
+    "sandbox": {"pool", "check", "exec"},
+    "trainer": {"plan"},
+}
 """Verbs that were a role without an action, and the actions with which they were none."""
 
 
@@ -41,7 +46,7 @@ def _place_of_verb(words: Sequence[str]) -> int:
 def _home(name: str, rest: Sequence[str], homes: set[str]) -> str:
     """Return the verb below which `name` stands now, or "" if it did not move."""
     acts = bool(ACTIONS.get(name, set()) & {*rest})
-    if name == "sandbox":  # of which only the role moved
+    if name in ("sandbox", "trainer"):  # of which only the role moved
         return "" if acts or {"-h", "--help"} & {*rest} else "role"
     if homes == {"log", "role"}:
         return "log" if acts else "role"

@@ -1,0 +1,271 @@
+"""Activations of a training step: what autograd keeps for the gradient, and the largest intermediate results beside it.
+
+Each method of LayerCounts counts the tensors of one module, in bytes per token, and changes with that module. A tensor
+that two modules keep is counted by one of them. tests/unit/trainer/test_memory.py compares the sum with torch's own
+record of a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from turnlog.trainer.families.shape import ModelShape
+from turnlog.trainer.parameters import WIDE, MemoryOptions, tensor_groups, width
+
+CHUNK_BYTES = 2**28
+"""Size of a chunk's logits in float32 (models.output, which computes them chunk by chunk)."""
+WINDOW_BLOCK = 512
+"""Smallest number of queries that attend to a sliding window in one call (models.attention)."""
+DELTA_CHUNK = 64
+"""Number of positions that a gated delta net computes at once (models.gated_delta)."""
+LAYER_NORMS = ("input_layernorm", "pre_mlp_layernorm", "post_attention_norm", "post_mlp_norm")
+"""Names of the norms of hidden states that a layer may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Operations that keep less than their definition in elementwise operations would."""
+
+    fused_norm: bool
+    """RMSNorm keeps only its input and one number per row."""
+
+    @classmethod
+    def of(cls, device: str) -> Kernels:
+        """Return those of a device: torch has a fused RMSNorm on CUDA."""
+        return cls(fused_norm=device == "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Bytes of activations, per token or of a whole microbatch."""
+
+    kept: float
+    """Bytes kept for the gradient."""
+    backward: float = 0.0
+    """The largest intermediate results of the backward pass, beside what is kept."""
+
+    def __add__(self, other: Kept) -> Kept:
+        return Kept(self.kept + other.kept, max(self.backward, other.backward))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCounts:
+    """Counts of a rank's modules in bytes per token, for one shape, layout and set of kernels."""
+
+    shape: ModelShape
+    options: MemoryOptions
+    kernels: Kernels
+
+    @property
+    def w(self) -> int:
+        """Bytes of a value."""
+        return width(self.options)
+
+    @property
+    def tensor(self) -> int:
+        """Number of ranks that share heads and intermediate sizes."""
+        return self.options.tensor_parallel
+
+    @property
+    def sequence(self) -> int:
+        """Number of ranks that share the tokens between matrices."""
+        return self.options.tensor_parallel if self.options.sequence_parallel else 1
+
+    @property
+    def trains_norms(self) -> bool:
+        """Whether norms have gradients."""
+        return not self.options.lora_rank
+
+    def norm(self, size: float, *, input_: bool = True, output: bool = True) -> float:
+        """RMSNorm. `input_` and `output`: whether its input, if it needs it as it is, and its output are counted here
+        and not where they are also kept.
+        """
+        kept = size * self.w if output else 0.0
+        if self.kernels.fused_norm or self.w == WIDE:
+            kept += size * self.w if input_ else 0.0
+        else:
+            kept += size * WIDE  # the input in float32
+        if not self.kernels.fused_norm and self.trains_norms:
+            kept += size * WIDE  # the normalised input, for the gradient of the weight
+        return kept
+
+    def hidden_norm(self) -> float:
+        """The norm before attention or the feed-forward layer, and with its input the residual stream there."""
+        return self.norm(self.shape.hidden / self.sequence)
+
+    def attention(self) -> Kept:
+        """Grouped-query attention behind its norm: projections, norms of heads, rotary positions, core."""
+        shape, w = self.shape, self.w
+        q, kv = (heads * shape.head_dim / self.tensor for heads in (shape.heads, shape.groups))
+        found = (q + 2 * kv) * w  # of the projection: values are a view of it
+        if shape.qk_norm:
+            found += self.norm(q, output=False) + self.norm(kv, input_=False, output=False)
+        found += (q + kv) * w + 4 * shape.head_dim * shape.rope.fraction * w  # rotated, and cosines and sines
+        return Kept(found + self.core(q), 2 * q * w)
+
+    def core(self, values: float) -> float:
+        """Core attention: its output, the copy that the projection takes, and a sum per head."""
+        return 2 * values * self.w + self.shape.heads / self.tensor * WIDE
+
+    def window_mask(self) -> float:
+        """The mask of a sliding window, for a block of queries at a time."""
+        sliding = self.shape.sliding
+        assert sliding is not None
+        return (max(sliding.size, WINDOW_BLOCK) + sliding.size - 1) * self.w
+
+    def latent(self) -> Kept:
+        """Multi-head latent attention behind its norm."""
+        shape, w, latent = self.shape, self.w, self.shape.latent
+        assert latent is not None
+        heads = shape.heads / self.tensor
+        query, value = shape.head_dim + latent.unrotated, latent.value
+        found = (latent.kv_rank + shape.head_dim) * w + self.norm(latent.kv_rank)
+        if latent.q_rank:
+            found += latent.q_rank * w + self.norm(latent.q_rank)
+        found += heads * (latent.unrotated + value) * w  # expanded keys and values, of which values are kept
+        found += 2 * heads * query * w + 4 * shape.head_dim * w  # queries and keys
+        return Kept(found + self.core(heads * value), 2 * heads * query * w)
+
+    def linear(self) -> Kept:
+        """Gated delta net behind its norm, by torch's operations, which keep more than kernels do."""
+        linear = self.shape.linear
+        assert linear is not None
+        heads, key, value = linear.value_heads, linear.key_dim, linear.value_dim
+        channels = 2 * linear.key_heads * key + heads * value
+        pairs = 6 * heads * DELTA_CHUNK  # of positions of a chunk
+        wide = pairs + heads * (11 * key + 9 * value + key * value / DELTA_CHUNK)
+        found = 2 * channels * self.w + wide * WIDE
+        return Kept(found / self.tensor, 2 * heads * value * WIDE / self.tensor)
+
+    def swiglu(self, size: float) -> Kept:
+        """SwiGLU of intermediate size `size`: both halves, silu, the other factor, and the product."""
+        return Kept(5 * size * self.w, 2 * size * self.w)
+
+    def experts(self) -> Kept:
+        """Router, dispatch, experts and the layer that every token passes."""
+        mixture = self.shape.mixture
+        assert mixture is not None
+        k, hidden, w = mixture.experts_per_token, self.shape.hidden / self.sequence, self.w
+        inner = k * mixture.expert_ffn / self.sequence
+        given = 0 if self.options.lora_rank else 1  # frozen matrices keep no input
+        # The experts' inputs are kept. On the way out there are three such tensors, and two more among ranks. The
+        # product is weighted by the router.
+        ways = 5 if self.options.expert_parallel > 1 else 3
+        found = Kept(given * k * hidden * w, ways * k * hidden * w) + Kept(self.swiglu(inner).kept + given * inner * w)
+        # The router's numbers, and beside bfloat16 the sum over experts, are float32.
+        found += Kept((4 * mixture.experts / self.sequence + (hidden if w < WIDE else 0)) * WIDE)
+        if mixture.shared_ffn:
+            found += Kept(self.swiglu(mixture.shared_ffn / self.tensor).kept + hidden * w)
+        return found
+
+    def adapters(self, matrices: int) -> float:
+        """Results between the factors of low-rank adapters."""
+        return matrices * self.options.lora_rank * self.w
+
+    def mixer(self, layer: int) -> Kept:
+        """The part of a layer that mixes tokens."""
+        if self.shape.layer_type(layer) == "linear_attention":
+            return self.linear()
+        found = self.latent() if self.shape.latent else self.attention()
+        windowed = self.shape.layer_type(layer) == "sliding_attention"
+        return found + Kept(self.window_mask()) if windowed else found
+
+    def feed_forward(self, layer: int) -> Kept:
+        """The feed-forward layer."""
+        return self.experts() if self.shape.is_mixture(layer) else self.swiglu(self.shape.ffn / self.tensor)
+
+    def boundary(self) -> float:
+        """The residual stream at one place."""
+        return self.shape.hidden / self.sequence * self.w
+
+    def layer(self, layer: int) -> Kept:
+        """A whole layer with its output, without its input, as `recompute` leaves it."""
+        mixer, feed_forward, norm = self.mixer(layer), self.feed_forward(layer), self.hidden_norm()
+        norms = sum(f".{name}." in group.name for group in tensor_groups(self.shape) for name in LAYER_NORMS)
+        whole = Kept(norms * norm + self.adapters(4)) + mixer + feed_forward
+        if self.options.recompute == "full":
+            return Kept(self.boundary(), whole.kept + whole.backward - self.boundary())
+        if self.options.recompute != "selective":
+            return whole
+        again = set(self.options.recompute_modules)
+        spared, most = 0.0, whole.backward
+        for module, part in self._spared_parts(layer, mixer, feed_forward).items():
+            if module in again:
+                spared, most = spared + part.kept, max(most, part.kept + part.backward)
+        return Kept(whole.kept - spared, most)
+
+    def _spared_parts(self, layer: int, mixer: Kept, feed_forward: Kept) -> dict[str, Kept]:
+        """Return what recomputing a module spares, by Megatron's name of the module."""
+        name = "moe" if self.shape.is_mixture(layer) else "mlp"
+        values = self.shape.heads * self.shape.head_dim / self.tensor
+        found = {name: feed_forward}
+        if name == "moe" and self.shape.mixture and "moe" not in self.options.recompute_modules:
+            found["shared_experts"] = self.swiglu(self.shape.mixture.shared_ffn / self.tensor)
+        if self.shape.layer_type(layer) != "linear_attention":
+            found["core_attn"] = Kept(self.core(values) - values * self.w)
+        return found
+
+
+@functools.lru_cache(maxsize=1024)
+def layer_kinds(shape: ModelShape, stages: int, stage: int) -> tuple[tuple[int, int], ...]:
+    """Return a layer of each kind that a pipeline stage has, and how many there are."""
+    own = [layer for layer in range(shape.layers) if layer * stages // shape.layers == stage]
+    kinds = {layer: (shape.layer_type(layer), shape.is_mixture(layer)) for layer in own}
+    counts, first = Counter(kinds.values()), {kind: layer for layer, kind in reversed(kinds.items())}
+    return tuple((first[kind], count) for kind, count in counts.items())
+
+
+def activation_bytes(
+    shape: ModelShape, options: MemoryOptions, stage: int, tokens: int, scored: int, kernels: Kernels
+) -> tuple[Kept, float]:
+    """Return the activations of a pipeline stage's layers, and what the loss takes beside them.
+
+    Earlier stages keep those of several microbatches: one for each stage from them to the last (1F1B, Narayanan et al.
+    2021, arXiv 2104.04473).
+    """
+    counts = LayerCounts(shape, options, kernels)
+    per_token = Kept(0.0)
+    for layer, alike in layer_kinds(shape, options.pipeline_parallel, stage):
+        one = counts.layer(layer)
+        per_token += Kept(one.kept * alike, one.backward)
+    tokens = -(-tokens // options.context_parallel)
+    flying = options.pipeline_parallel - stage
+    gradient = counts.boundary()
+    kept = per_token.kept * tokens * flying
+    backward = (per_token.backward + gradient) * tokens
+    loss = 0.0
+    if stage == options.pipeline_parallel - 1:
+        kept += counts.norm(shape.hidden / counts.sequence, output=False) * tokens
+        loss = _loss_bytes(shape, options, scored, tokens, counts)
+        if shape.tied and not options.lora_rank:
+            # The gradient of the weight waits for that of the embedding, which comes last.
+            backward += -(-shape.vocabulary // options.tensor_parallel) * shape.hidden * width(options)
+    return Kept(kept, backward), loss
+
+
+def _loss_bytes(shape: ModelShape, options: MemoryOptions, scored: int, tokens: int, counts: LayerCounts) -> float:
+    """Return what models.output takes at its peak, the backward pass of the last chunk."""
+    columns, w = -(-shape.vocabulary // options.tensor_parallel), width(options)
+    scored = -(-scored // options.context_parallel)
+    chunk = min(scored, max(1, CHUNK_BYTES // (WIDE * columns))) * columns
+    found = 2 * scored * shape.hidden * w  # hidden states and their gradient
+    if options.lora_rank:
+        return found + 2 * WIDE * chunk
+    weight = columns * shape.hidden
+    grown = max(2 * WIDE * chunk, (WIDE + w) * chunk * (w < WIDE) + weight * w * (w < WIDE))
+    return found + weight * WIDE + grown
+
+
+def approximations(shape: ModelShape) -> Iterator[str]:
+    """Yield what of a model's activations is only approximated."""
+    if shape.linear:
+        yield "gated delta nets (layers of kind linear_attention)"
+    if shape.latent:
+        yield "latent attention"
+    if shape.mixture:
+        yield "mixtures of experts, whose routers are assumed to send equally many tokens to all ranks"
+    if shape.vision:
+        yield "the vision tower, whose activations depend on the images and are not counted"
