@@ -30,12 +30,18 @@ class Kernels:
     """Operations that keep less than their definition in elementwise operations would."""
 
     fused_norm: bool
-    """RMSNorm keeps only its input and one number per row."""
+    """RMSNorm keeps only its input and one number per row, as torch has it on CUDA."""
+    fused: bool
+    """Heads and SwiGLU keep only their input (models.fused)."""
+    compiled: bool
+    """Their backward passes are one kernel each."""
 
     @classmethod
-    def of(cls, device: str) -> Kernels:
-        """Return those of a device: torch has a fused RMSNorm on CUDA."""
-        return cls(fused_norm=device == "cuda")
+    def of(cls, device: str, options: MemoryOptions) -> Kernels:
+        """Return those of a device."""
+        cuda = device == "cuda"
+        compiled = cuda and options.fused and options.compiled != "off"
+        return cls(fused_norm=cuda, fused=options.fused and (compiled or width(options) == WIDE), compiled=compiled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +107,16 @@ class LayerCounts:
         shape, w = self.shape, self.w
         q, kv = (heads * shape.head_dim / self.tensor for heads in (shape.heads, shape.groups))
         found = (q + 2 * kv) * w  # of the projection: values are a view of it
-        if shape.qk_norm:
-            found += self.norm(q, output=False) + self.norm(kv, input_=False, output=False)
-        found += (q + kv) * w + 4 * shape.head_dim * shape.rope.fraction * w  # rotated, and cosines and sines
+        if not self.kernels.fused:
+            if shape.qk_norm:
+                found += self.norm(q, output=False) + self.norm(kv, input_=False, output=False)
+            found += 2 * shape.head_dim * shape.rope.fraction * w  # the table of rotations in the model's dtype
+        found += (q + kv) * w  # rotated
         return Kept(found + self.core(q), 2 * q * w)
 
     def core(self, values: float) -> float:
-        """Core attention: its output, the copy that the projection takes, and a sum per head."""
-        return 2 * values * self.w + self.shape.heads / self.tensor * WIDE
+        """Core attention: its output, which the projection takes, and a sum per head."""
+        return values * self.w + self.shape.heads / self.tensor * WIDE
 
     def window_mask(self) -> float:
         """The mask of a sliding window, for a block of queries at a time."""
@@ -141,7 +149,11 @@ class LayerCounts:
         return Kept(found / self.tensor, 2 * heads * value * WIDE / self.tensor)
 
     def swiglu(self, size: float) -> Kept:
-        """SwiGLU of intermediate size `size`: both halves, silu, the other factor, and the product."""
+        """SwiGLU of intermediate size `size`: both halves and the product; if it is not fused, also silu and the other
+        factor.
+        """
+        if self.kernels.fused:
+            return Kept(3 * size * self.w, (2 if self.kernels.compiled else 4) * size * self.w)
         return Kept(5 * size * self.w, 2 * size * self.w)
 
     def experts(self) -> Kept:
@@ -154,9 +166,10 @@ class LayerCounts:
         # The experts' inputs are kept. On the way out there are three such tensors, and two more among ranks. The
         # product is weighted by the router.
         ways = 5 if self.options.expert_parallel > 1 else 3
-        found = Kept(given * k * hidden * w, ways * k * hidden * w) + Kept(self.swiglu(inner).kept + given * inner * w)
-        # The router's numbers, and beside bfloat16 the sum over experts, are float32.
-        found += Kept((4 * mixture.experts / self.sequence + (hidden if w < WIDE else 0)) * WIDE)
+        found = Kept(given * k * hidden * w, ways * k * hidden * w)
+        # The gradient of the product is weighted in float32, as the router's numbers are.
+        found += Kept((4 + given) * inner * w, 3 * inner * WIDE if w < WIDE else (3 - given) * inner * w)
+        found += Kept(4 * mixture.experts / self.sequence * WIDE)
         if mixture.shared_ffn:
             found += Kept(self.swiglu(mixture.shared_ffn / self.tensor).kept + hidden * w)
         return found
@@ -205,7 +218,7 @@ class LayerCounts:
         if name == "moe" and self.shape.mixture and "moe" not in self.options.recompute_modules:
             found["shared_experts"] = self.swiglu(self.shape.mixture.shared_ffn / self.tensor)
         if self.shape.layer_type(layer) != "linear_attention":
-            found["core_attn"] = Kept(self.core(values) - values * self.w)
+            found["core_attn"] = Kept(self.core(values) - values * self.w)  # the projection keeps the output
         return found
 
 
@@ -232,9 +245,10 @@ def activation_bytes(
         one = counts.layer(layer)
         per_token += Kept(one.kept * alike, one.backward)
     tokens = -(-tokens // options.context_parallel)
+    table = 3 * shape.head_dim * shape.rope.fraction * WIDE  # angles and rotations of a microbatch, for all layers
     flying = options.pipeline_parallel - stage
     gradient = counts.boundary()
-    kept = per_token.kept * tokens * flying
+    kept = (per_token.kept + table) * tokens * flying
     backward = (per_token.backward + gradient) * tokens
     loss = 0.0
     if stage == options.pipeline_parallel - 1:
@@ -255,8 +269,9 @@ def _loss_bytes(shape: ModelShape, options: MemoryOptions, scored: int, tokens: 
     if options.lora_rank:
         return found + 2 * WIDE * chunk
     weight = columns * shape.hidden
-    grown = max(2 * WIDE * chunk, (WIDE + w) * chunk * (w < WIDE) + weight * w * (w < WIDE))
-    return found + weight * WIDE + grown
+    # Logits and their gradient in float32, beside bfloat16 each in the model's dtype, too; at last the gradient in it.
+    grown = 2 * (WIDE + w) * chunk if w < WIDE else 2 * WIDE * chunk
+    return found + weight * WIDE + max(grown, weight * w if w < WIDE else 0)
 
 
 def approximations(shape: ModelShape) -> Iterator[str]:

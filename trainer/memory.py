@@ -98,7 +98,7 @@ def _of_stage(
     gradients = _total(held, lambda one: one.trained * (WIDE if options.grad_reduce_in_fp32 else width(options)))
     optimizer = _total(held, lambda one: one.optimizer_bytes(options, world_size))
     offloaded = options.optimizer_offload_fraction if options.optimizer_cpu_offload else 0.0
-    layers, loss = activation_bytes(shape, options, stage, tokens, scored if last else 0, Kernels.of(device))
+    layers, loss = activation_bytes(shape, options, stage, tokens, scored if last else 0, Kernels.of(device, options))
     adam = _step_bytes(held, options, world_size)
     summed = gradients if device == "cpu" else 0.0  # gloo sums a copy of them
     backward, at_loss = layers.kept + layers.backward, layers.kept + loss
