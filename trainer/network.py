@@ -9,7 +9,6 @@ from all ranks.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -45,6 +44,7 @@ from turnlog.trainer.models.fused import compiled_parts
 from turnlog.trainer.models.mixture import group_experts, replace_dispatchers
 from turnlog.trainer.models.output import HiddenOutput
 from turnlog.trainer.models.vision import Sight
+from turnlog.trainer.optimizer import build_optimizer
 from turnlog.trainer.plan import LearnerOptions
 from turnlog.trainer.weights import global_name, load_weights
 
@@ -359,17 +359,7 @@ class TrainedNetwork(Network):
         self._wrapped = mcore.DistributedDataParallel(self._config, distributed, self.model)
         self._gathered = True
         """Whether this rank has the weights that other ranks updated."""
-        overrides = _parameter_groups(self._optimizer_config())
-        with mcore.torch_adam() if options.optimizer_cpu_offload else contextlib.nullcontext():
-            self.optimizer = mcore.get_megatron_optimizer(self._optimizer_config(), [self._wrapped], overrides)
-        for one in self.optimizer.chained_optimizers:  # moments start at 0, so that step 0 can be saved
-            if options.optimizer_cpu_offload:
-                _start_offloaded(one.optimizer)
-                continue
-            one.init_state_fn(one.optimizer, one.config)
-            one.optimizer.fused = options.fused
-            for group in one.optimizer.param_groups:
-                group.setdefault("step", 0)
+        self.optimizer = build_optimizer(self._wrapped, options)
         self._config.grad_scale_func = self.optimizer.scale_loss
         self._config.finalize_model_grads_func = mcore.finalize_model_grads
         if options.overlap_grad_reduce:  # gradients are summed once, behind the last microbatch
@@ -422,58 +412,6 @@ class TrainedNetwork(Network):
             group["weight_decay"] = self._options.weight_decay * group.get("wd_mult", 1.0)
         self.optimizer.step()
         self._gathered = not self._options.overlap_param_gather
-
-    def _optimizer_config(self) -> Any:
-        options, half = self._options, torch.bfloat16
-        precise = options.use_precision_aware_optimizer
-        config = mcore.OptimizerConfig(
-            optimizer="adam",
-            lr=1.0,  # set before every step
-            weight_decay=options.weight_decay,
-            adam_beta1=options.beta1,
-            adam_beta2=options.beta2,
-            clip_grad=options.clip_grad,
-            bf16=self._config.bf16,
-            params_dtype=self._config.params_dtype,
-            use_distributed_optimizer=True,
-            overlap_param_gather=options.overlap_param_gather,
-            use_precision_aware_optimizer=precise,
-            **({"exp_avg_dtype": half, "exp_avg_sq_dtype": half} if precise else {}),
-        )
-        if options.optimizer_cpu_offload:
-            config.optimizer_cpu_offload = True
-            config.optimizer_offload_fraction = options.optimizer_offload_fraction
-            # The optimizer of two devices takes this path, and is alone on it in not needing TransformerEngine, but the
-            # constructor would compare the version of it (megatron-core 0.16.1).
-            config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
-            config.store_param_remainders = False
-        return config
-
-
-def _start_offloaded(optimizer: Any) -> None:
-    """Set the moments and steps of Megatron's optimizer of two devices to 0."""
-    for group in optimizer.param_groups:  # checkpoints have the other values of a group, and must be free of pickles
-        for name in ("cpu_optimizer_cls", "gpu_optimizer_cls"):
-            group.pop(name, None)
-    for one in optimizer.sub_optimizers:
-        for group in one.param_groups:
-            for parameter in group["params"]:
-                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                one.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **zeros}
-    optimizer._sync_sub_optimizers_state_to_hdo()
-
-
-def _parameter_groups(config: Any) -> dict[Any, Any]:
-    """Return Megatron's groups of parameters, and in bfloat16 one more for each with parameters that stay in float32.
-
-    Megatron numbers the parameters of a group in another order than that of its optimizer if they have two dtypes, and
-    would save the state of one as another's.
-    """
-    groups: dict[Any, Any] = mcore.get_standard_config_overrides(config)
-    if config.bf16:
-        wide = mcore.ParamPredicate("float32", lambda parameter: parameter.dtype is torch.float32)
-        groups[mcore.ParamKey(predicate=wide)] = {"float32": 1.0}
-    return groups
 
 
 class FrozenWeights:

@@ -100,7 +100,7 @@ def measure(shape: ModelShape, options: LearnerOptions, tokens: int, *, rows: in
 
 def _unused(network: TrainedNetwork) -> int:
     """Return the bytes of padding in Megatron's buffers, and of what it keeps that has no gradient."""
-    found = sum(buffer.nbytes for buffer in network.model.buffers())
+    found: int = sum(buffer.nbytes for buffer in network.model.buffers())
     found += network.model.rotary_pos_emb.inv_freq.nbytes
     for buffer in network._wrapped.buffers + network._wrapped.expert_parallel_buffers:
         for data in (buffer.param_data, buffer.grad_data):

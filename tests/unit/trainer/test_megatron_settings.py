@@ -107,13 +107,14 @@ class Collectives(TorchDispatchMode):
 
 
 def collectives(work: Callable[[], object]) -> list[str]:
-    with Collectives() as found:
+    found = Collectives()
+    with found:
         work()
     return found.seen
 
 
 def test_gradients_are_summed_once_a_step_and_weights_gathered_by_what_reads_them_next() -> None:
-    many = {"microbatch_tokens": 100}
+    many: dict[str, Any] = {"microbatch_tokens": 100}
     plain, overlapped = learner(**many), learner(**many, overlap_grad_reduce=True, overlap_param_gather=True)
     assert collectives(lambda: steps(plain, 0, 1)) == ["reduce_scatter", "allgather"]
     assert collectives(lambda: steps(overlapped, 0, 1)) == ["allgather", "reduce_scatter"]

@@ -122,10 +122,8 @@ def test_large_models_are_counted_as_by_hand(
 
 
 def test_a_critic_is_a_second_model_without_an_output_layer_and_a_reference_is_in_host_memory() -> None:
-    alone, both, beside = (
-        rank_memory(QWEN3_8B, BFLOAT16, tokens=8192, world_size=8, **more)
-        for more in ({}, {"critic": True}, {"reference": True})
-    )
+    cases: tuple[dict[str, Any], ...] = ({}, {"critic": True}, {"reference": True})
+    alone, both, beside = (rank_memory(QWEN3_8B, BFLOAT16, tokens=8192, world_size=8, **more) for more in cases)
     output = QWEN3_8B.vocabulary * QWEN3_8B.hidden * 2
     assert both.weights == 2 * alone.weights - output
     assert (beside.total, beside.host) == (alone.total, 2 * alone.weights)
