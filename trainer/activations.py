@@ -11,6 +11,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.parameters import WIDE, MemoryOptions, tensor_groups, width
@@ -34,11 +35,11 @@ class Kernels:
     fused: bool
     """Heads and SwiGLU keep only their input (models.fused)."""
     compiled: bool
-    """Their backward passes are one kernel each."""
+    """Whether their backward passes are one kernel each."""
 
     @classmethod
-    def of(cls, device: str, options: MemoryOptions) -> Kernels:
-        """Return those of a device."""
+    def of(cls, device: str, options: Any) -> Kernels:
+        """Return those of a device with the settings `fused` and `compiled`."""
         cuda = device == "cuda"
         compiled = cuda and options.fused and options.compiled != "off"
         return cls(fused_norm=cuda, fused=options.fused and (compiled or width(options) == WIDE), compiled=compiled)

@@ -59,16 +59,6 @@ class MemoryOptions(Protocol):
         ...
 
     @property
-    def fused(self) -> bool:
-        """See docs/settings.md."""
-        ...
-
-    @property
-    def compiled(self) -> str:
-        """See docs/settings.md."""
-        ...
-
-    @property
     def dtype(self) -> str:
         """See docs/settings.md."""
         ...
