@@ -45,6 +45,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.history import caught_up, events, partitions, read_range
 from turnlog.infra.log import Log, Partition, Reader
 from turnlog.infra.roles.role import Role
+from turnlog.processors.core.batches.prefixes import shared_prefixes
 from turnlog.processors.core.batches.rows import ROWS_VERSIONS, BatchRows, rows_sha256
 from turnlog.processors.core.views.fleet import Fleet
 from turnlog.schemas.events import BatchSkipped, Outcome, SampleBatchFormed, SegmentSample, SessionStarted
@@ -220,7 +221,19 @@ def _verify_rows(manifest: SampleBatchFormed, content: bytes) -> BatchRows:
         raise CorruptBatch(f"{where}: it holds no rows, but a rollout batch without rows forms no batch")
     if bool(np.any(rows.trained[rows.starts])) or bool(np.any(rows.weight_divisor <= 0)):
         raise CorruptBatch(f"{where}: a row trains its first token or has no weight")
+    _check_prefixes(manifest, rows)
     return rows
+
+
+def _check_prefixes(manifest: SampleBatchFormed, rows: BatchRows) -> None:
+    """Raises CorruptBatch if rows share other prefixes than the manifest says. Manifests of earlier releases do not."""
+    found = shared_prefixes(rows.token_ids, rows.lengths)
+    for row, parent, shared in zip(manifest.samples, found.parents.tolist(), found.lengths.tolist(), strict=True):
+        if row.parent_row is not None and (row.parent_row, row.shared_tokens) != (parent, shared):
+            raise CorruptBatch(
+                f"{_where(manifest)}: the row of sample {row.sample_id} shares {shared} tokens with row {parent}, the "
+                f"manifest says {row.shared_tokens} with row {row.parent_row}"
+            )
 
 
 async def _fetch_file(manifest: SampleBatchFormed, blobs: Blobs, retry_s: Sequence[float]) -> bytes:

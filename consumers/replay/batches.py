@@ -157,7 +157,7 @@ async def batch_difference(
 def _manifest_difference(manifest: SampleBatchFormed, again: FormedBatch) -> str | None:
     if again.samples != manifest.samples:
         for row, other in zip(manifest.samples, again.samples, strict=True):
-            for name in ("sample_id", "tokens", "trained_tokens", "weight_divisor"):
+            for name in ("sample_id", "tokens", "trained_tokens", "weight_divisor", "parent_row", "shared_tokens"):
                 if getattr(row, name) != getattr(other, name):
                     return (
                         f"row of sample {row.sample_id}: {name} is {getattr(row, name)} in the manifest, "

@@ -40,6 +40,11 @@ class BatchSample:
     """Partition of the SegmentSample in segment-samples."""
     offset: int
     """Offset of the SegmentSample in segment-samples."""
+    parent_row: int | None = None
+    """Index of a row before this one with which it shares its longest prefix, the first of several; -1 if it shares its
+    first token with none. Null in older records, which do not say."""
+    shared_tokens: int = 0
+    """Number of tokens that it shares with `parent_row`."""
 
 
 @dataclass(frozen=True, slots=True)

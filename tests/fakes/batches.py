@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, models
 from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.event_log import EventLog
+from turnlog.processors.core.batches.prefixes import shared_prefixes
 from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
 from turnlog.schemas.events import BatchSample, SampleBatchFormed, Weighting
 from turnlog.schemas.ids import digest
@@ -20,6 +22,8 @@ from turnlog.trainer.families.shape import TINY, ModelShape
 from turnlog.trainer.models.experts import RoutedRows, attach_experts
 from turnlog.trainer.models.vision import PicturedRows, RowImage, attach_pictures
 from turnlog.trainer.warm_start import make_base
+
+Rows = TypeVar("Rows", bound=BatchRows)
 
 
 def synthetic_model(folder: Path, shape: ModelShape = TINY) -> Path:
@@ -76,12 +80,32 @@ def synthetic_rows(
     )
 
 
+def branched_rows(rows: Rows, seed: int, *, least: int = 16) -> Rows:
+    """Return the rows, of which most begin with at least `least` tokens of an earlier one, and with its experts if they
+    have some. What trains, and what was sampled there, differs from row to row.
+    """
+    random = np.random.default_rng(seed)
+    columns = {"token_ids": rows.token_ids.copy()}
+    if isinstance(rows, RoutedRows):
+        columns["experts"] = rows.experts.copy()
+    for row in range(1, len(rows)):
+        parent = int(random.integers(-1, row))
+        most = min(int(rows.lengths[row]), int(rows.lengths[parent]))
+        if parent >= 0 and most >= least:
+            shared = int(random.integers(least, most + 1))
+            own, other = (int(rows.starts[one]) for one in (row, parent))
+            for column in columns.values():
+                column[own : own + shared] = column[other : other + shared]
+    return dataclasses.replace(rows, **columns)
+
+
 def synthetic_manifest(
     rows: BatchRows, file: BlobRef, run_id: str, batch_index: int, *, part: int = 0, parts: int = 1
 ) -> SampleBatchFormed:
     """Return the manifest that a batcher would have written for `rows`, batch `batch_index` of rollout batches of
     `parts` parts.
     """
+    prefixes = shared_prefixes(rows.token_ids, rows.lengths)
     samples = tuple(
         BatchSample(
             sample_id=rows.sample_ids[row],
@@ -94,6 +118,8 @@ def synthetic_manifest(
             weight_divisor=int(rows.weight_divisor[row]),
             partition=0,
             offset=row,
+            parent_row=int(prefixes.parents[row]),
+            shared_tokens=int(prefixes.lengths[row]),
         )
         for row, trained in enumerate(rows.trained_per_row())
     )

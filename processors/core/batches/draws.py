@@ -7,6 +7,7 @@ hashes from the manifest alone.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnlog.fold_settings import BatcherSettings, FoldSettings
+from turnlog.processors.core.batches.prefixes import shared_prefixes
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.batches.weighting import (
     LiveRow,
@@ -270,7 +272,15 @@ def form_batch(
     white = whitening(row.advantages[row.trained == 1] for row in ordered) if rules.whiten else None
     rows = lay_out(ordered, weights, white)
     check_rows(rows, weights, rules.weighting)
-    return FormedBatch(rows, manifest, groups, weights, dict(sorted(masked.items())), lag, white)
+    return FormedBatch(rows, _name_parents(manifest, rows), groups, weights, dict(sorted(masked.items())), lag, white)
+
+
+def _name_parents(manifest: Sequence[BatchSample], rows: BatchRows) -> tuple[BatchSample, ...]:
+    found = shared_prefixes(rows.token_ids, rows.lengths)
+    return tuple(
+        dataclasses.replace(entry, parent_row=int(found.parents[row]), shared_tokens=int(found.lengths[row]))
+        for row, entry in enumerate(manifest)
+    )
 
 
 def reform_batch(
@@ -278,9 +288,15 @@ def reform_batch(
 ) -> FormedBatch:
     """Form the batch that a manifest names from the samples on the log, for replay to compare. Raises KeyError if a
     sample is missing.
+
+    Where the manifest does not say what rows share, neither does the result.
     """
     trimmed = [trim(samples[entry.sample_id], held, rules) for entry in manifest]
-    return form_batch(trimmed, rules)
+    formed = form_batch(trimmed, rules)
+    if any(entry.parent_row is not None for entry in manifest):
+        return formed
+    silent = tuple(dataclasses.replace(row, parent_row=None, shared_tokens=0) for row in formed.samples)
+    return dataclasses.replace(formed, samples=silent)
 
 
 def _admit(

@@ -216,6 +216,15 @@ def test_a_batch_is_a_function_of_its_manifest() -> None:
     assert rows_sha256(again.rows) == rows_sha256(batch.rows)
 
 
+def test_a_manifest_names_what_rows_share_and_an_older_one_is_formed_again_without() -> None:
+    groups = (group("a", sample("a", "s0", 3), sample("a", "s1", 2)), group("b", sample("b", "s2", 4)))
+    batch = draw(*groups).batches[0]
+    assert [(row.parent_row, row.shared_tokens) for row in batch.samples] == [(-1, 0), (0, 4), (0, 5)]
+    samples = {placed.sample.sample_id: placed for one in groups for placed in one.samples}
+    older = [replace(row, parent_row=None, shared_tokens=0) for row in batch.samples]
+    assert reform_batch(older, samples, HeldVersion(3), DrawRules(**RULES)).samples == tuple(older)
+
+
 def test_rows_mark_tokens_on_an_old_cache_and_without_one_are_those_of_the_first_version() -> None:
     told = sample("a", "s0", 2, versions=(3, 4))
     first, second = told.spans

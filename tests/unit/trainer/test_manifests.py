@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.fakes.batches import append_batches, synthetic_manifest, synthetic_rows
+from tests.fakes.batches import append_batches, branched_rows, synthetic_manifest, synthetic_rows
 from tests.fakes.memory_log import MemoryLog
 from turnlog.infra.batch_files import CorruptBatch, write_rows
 from turnlog.infra.blobs import BlobMissing, MemoryBlobs
@@ -177,6 +178,22 @@ async def test_counts_that_differ_from_the_manifest_are_corrupt() -> None:
     manifest = await formed(blobs)
     with pytest.raises(CorruptBatch, match="the manifest counts"):
         await fetch_rows(dataclasses.replace(manifest, trained_tokens=1), blobs)
+
+
+async def test_shared_prefixes_that_differ_from_the_manifest_are_corrupt_and_older_manifests_have_none() -> None:
+    blobs, rows = MemoryBlobs(), branched_rows(synthetic_rows(0), 0)
+    manifest = synthetic_manifest(rows, await blobs.put(write_rows(rows)), "run", 0)
+    row = next(at for at, one in enumerate(manifest.samples) if one.shared_tokens)
+    for changes, corrupt in (
+        ({}, False),
+        ({"shared_tokens": manifest.samples[row].shared_tokens - 1}, True),
+        ({"parent_row": -1, "shared_tokens": 0}, True),
+        ({"parent_row": None, "shared_tokens": 0}, False),
+    ):
+        changed = list(manifest.samples)
+        changed[row] = dataclasses.replace(changed[row], **changes)
+        with pytest.raises(CorruptBatch, match="the manifest says") if corrupt else contextlib.nullcontext():
+            await fetch_rows(dataclasses.replace(manifest, samples=tuple(changed)), blobs)
 
 
 async def test_a_batch_of_the_first_rows_version_verifies() -> None:
