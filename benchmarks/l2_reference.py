@@ -24,14 +24,16 @@ LAYOUTS = {
         *("dp", "dp:gspo", "dp:sapo", "dp:cispo", "dp:dual", "dp:ppo", "dp:opd"),
         *("dp:clip_cov", "dp:kl_cov", "dp:dppo_tv", "dp:dppo_kl"),
         *("dp:decoupled", "dp:normalized", "dp:kl", "dp:penalty", "dp:entropy", "dp-packed", "dp-lora", "dp-replay"),
+        *("dp-tree", "dp-tree:gspo", "dp-tree:ppo", "dp-tree:kl", "dp-tree-replay", "dp-tree-lora"),
     ),
     2: (
         *("tp2", "tp2-sp", "pp2-tied", "dp", "cp2", "cp2-packed", "ep2", "tp2-sp-ep2-replay", "tp2-lora"),
         *("dp:gspo", "pp2:sapo", "pp2:cispo", "cp2:dual", "dp:ppo", "tp2:ppo", "pp2:opd"),
         *("dp:clip_cov", "cp2:clip_cov", "tp2:kl_cov", "pp2:dppo_tv", "tp2:dppo_kl", "dp:normalized"),
         *("dp:decoupled", "tp2:kl", "cp2:penalty", "tp2:entropy"),
+        *("tp2-sp-tree", "pp2-tied-tree:sapo", "dp-tree:ppo", "ep2-tree:cispo", "tp2-sp-ep2-tree-replay"),
     ),
-    4: ("tp2-pp2", "tp2-sp-ep2", "tp2-sp-cp2", "tp2-pp2:gspo", "tp2-sp-ep2:ppo"),
+    4: ("tp2-pp2", "tp2-sp-ep2", "tp2-sp-cp2", "tp2-pp2:gspo", "tp2-sp-ep2:ppo", "tp2-pp2-tree"),
     8: ("tp2-pp2", "tp2-pp2:ppo"),
 }
 """Ranks -> what they share, and by which objective they step, as tests.reference.layouts names it."""

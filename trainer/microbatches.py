@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer.models.attention import PackedRows, zigzag
 from turnlog.trainer.models.experts import RoutedRows
+from turnlog.trainer.models.tree import PrefixTree
 from turnlog.trainer.models.vision import MicrobatchImages, PicturedRows, lay_out_images
 
 
@@ -61,6 +62,14 @@ class PaddedRows:
     """Start of each row, and end of the last one, if the rows are packed; the tensors are [1, t] then."""
     packing: PackedRows | None = None
     """The same as the model takes it; None for padded rows."""
+    merged: MergedPositions | None = None
+    """The tree of rows that share prefixes. Inputs, positions and experts are those of the tree then, and `edges` are
+    its start and end.
+    """
+
+    def by_row(self, output: torch.Tensor) -> torch.Tensor:
+        """Map the model's output [b, s] to the layout of the rows, which differs where rows share prefixes."""
+        return output if self.merged is None else output[:, self.merged.sources]
 
     def to(self, device: torch.device) -> PaddedRows:
         """Return the same on another device."""
@@ -68,8 +77,26 @@ class PaddedRows:
         moved: dict[str, Any] = {name: one.to(device) for name, one in held.items() if isinstance(one, torch.Tensor)}
         if self.images is not None:
             moved["images"] = MicrobatchImages(self.images.pixels.to(device), self.images.grids.to(device))
-        packing = PackedRows(self.edges, device) if self.edges else None
-        return dataclasses.replace(self, **moved, packing=packing)
+        merged = None if self.merged is None else self.merged.to(device)
+        packing = PackedRows(self.edges, device, merged.tree if merged else None) if self.edges else None
+        return dataclasses.replace(self, **moved, packing=packing, merged=merged)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MergedPositions:
+    """Packed rows whose shared prefixes are computed once."""
+
+    tree: PrefixTree
+    sources: torch.Tensor
+    """[n] int64, the position of the tree that computes each of the rows' n positions."""
+    first: torch.Tensor
+    """[k] int64, those of the rows' positions whose targets are computed: one of those that are the same."""
+    which: torch.Tensor
+    """[m] int64, the index in `first` of each scored target."""
+
+    def to(self, device: torch.device) -> MergedPositions:
+        """Return the same on another device."""
+        return MergedPositions(*(getattr(self, field.name).to(device) for field in dataclasses.fields(self)))
 
 
 def pad_rows(rows: BatchRows, microbatch: Microbatch, device: torch.device, *, multiple: int = 1) -> PaddedRows:
@@ -198,9 +225,23 @@ def microbatches(
     the limits allow: ranks that share experts wait for each other in every microbatch, and pipeline stages for the
     costliest one. Raises ValueError if `ranks` or `limit_tokens` is not positive.
     """
+    costs = [cost(int(length)) for length in lengths]
+    return deal(list(map(int, lengths)), costs, ranks, limit_tokens, packing=packing, kinds=kinds)
+
+
+def deal(
+    lengths: Sequence[int],
+    costs: Sequence[int],
+    ranks: int,
+    limit_tokens: int,
+    *,
+    packing: bool = False,
+    kinds: Sequence[bool] | None = None,
+) -> tuple[tuple[Microbatch, ...], ...]:
+    """Return what `microbatches` does, for anything that has a length and a cost."""
     if ranks < 1 or limit_tokens < 1:
         raise ValueError(f"ranks {ranks} and limit_tokens {limit_tokens} must be positive")
-    rows = _Rows(list(map(int, lengths)), [cost(int(length)) for length in lengths], limit_tokens)
+    rows = _Rows(lengths, costs, limit_tokens)
     loads = [(0, 0, rank) for rank in range(ranks)]
     plan: list[list[Microbatch]] = [[] for _ in range(ranks)]
     of = [False] * len(lengths) if kinds is None else list(kinds)
@@ -221,6 +262,16 @@ def worth_packing(padded_plan: Sequence[Sequence[Microbatch]], lengths: Sequence
     """Whether the padding of these microbatches costs more than calling attention row by row."""
     held = [[int(lengths[row]) for row in one] for rank in padded_plan for one in rank if one]
     return sum(len(one) * max(one) - sum(one) for one in held) > ROW_POSITIONS * len(lengths)
+
+
+def plan_cost(plan: Sequence[Sequence[Microbatch]], costs: Sequence[int], *, packing: bool) -> int:
+    """Return the sum over microbatches of that of the costliest rank, for rows of these costs."""
+
+    def weigh(microbatch: Microbatch) -> int:
+        each = [costs[row] for row in microbatch]
+        return sum(each) if packing else len(each) * max(each, default=0)
+
+    return sum(max(map(weigh, turn)) for turn in zip(*plan, strict=True))
 
 
 STEPS = 4096

@@ -35,6 +35,7 @@ from turnlog.trainer.microbatches import (
     microbatches,
     pack_rows,
     pad_rows,
+    plan_cost,
     worth_packing,
 )
 from turnlog.trainer.models import decoder, lora
@@ -46,6 +47,7 @@ from turnlog.trainer.models.output import HiddenOutput
 from turnlog.trainer.models.vision import Sight
 from turnlog.trainer.optimizer import build_optimizer
 from turnlog.trainer.plan import LearnerOptions
+from turnlog.trainer.trees import lay_out_tree, worthwhile_trees
 from turnlog.trainer.weights import global_name, load_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -275,8 +277,19 @@ class Network:
             # Megatron divides the sum over tokens of all losses by the number of trained ones; routers see them all.
             share = int(rows.trained.sum()) / max(1, int((rows.lengths - 1).sum()))
             self._config.moe_aux_loss_coeff = self._options.moe_aux_loss_coeff * share
-        wanted = torch.from_numpy(rows.trained.astype(bool) if scored is None else scored)
-        batches = [self._laid_out(rows, one, packing, wanted) for one in plan[rank]]
+        scored = rows.trained.astype(bool) if scored is None else scored
+        costs = [cost(length) for length in lengths]
+        alone = plan_cost(plan, costs, packing=packing)
+        trees = worthwhile_trees(self.shape, self._options, rows, ranks, cost=cost, kinds=kinds, alone=alone)
+        if trees is not None:
+            multiple = self._options.multiple
+            laid_out = (
+                lay_out_tree(rows, one, trees.shared, scored, multiple=multiple) for one in trees.microbatches[rank]
+            )
+            batches = [batch.to(mcore.DEVICE) for batch in laid_out]
+        else:
+            wanted = torch.from_numpy(scored)
+            batches = [self._laid_out(rows, one, packing, wanted) for one in plan[rank]]
         self._schedule(
             forward_step_func=forward,
             data_iterator=self._iterate_microbatches(batches),

@@ -69,6 +69,8 @@ class LearnerOptions:
     """Whether elementwise work of layers is done in few passes (trainer.models.fused)."""
     compiled: str = "auto"
     """Names of the parts that torch.compile translates, auto or off (trainer.models.fused.compiled_parts)."""
+    prefix_sharing: str = "auto"
+    """auto | off: whether a token that several rows begin with is computed once."""
     microbatch_tokens: int = 8192
     """Maximum number of tokens in a microbatch of several rows."""
     beta1: float = 0.9
@@ -220,6 +222,7 @@ def learning_plan(settings: Settings, *, cuda: bool | None = None) -> LearningPl
             entropy=trainer.entropy,
             fused=trainer.fused,
             compiled=trainer.compiled,
+            prefix_sharing=trainer.prefix_sharing,
             microbatch_tokens=trainer.microbatch_tokens,
             beta1=trainer.beta1,
             beta2=trainer.beta2,
@@ -258,7 +261,7 @@ def learning_plan(settings: Settings, *, cuda: bool | None = None) -> LearningPl
 UNRECORDED = frozenset(
     {"allow_changes", "world_size", "threads", "microbatch_tokens", "packing", "recompute", "sequence_parallel"}
     | {"deterministic", "collective_timeout_s"}
-    | {"entropy", "fused", "compiled"}
+    | {"entropy", "fused", "compiled", "prefix_sharing"}
     | {f"{way}_parallel" for way in ("tensor", "pipeline", "context", "expert")}
     | {"initial_weights", "reference", "teacher", "warm_start_steps", "warm_start_seed"}
     | {"publish_every", "checkpoint_every", "checkpoints", "checkpoints_kept", "checkpoints_reshardable"}

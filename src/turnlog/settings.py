@@ -515,6 +515,9 @@ class TrainerSettings(LearningSettings):
     packing: Literal["auto", "on", "off"] = "auto"
     """Whether to concatenate the rows of a microbatch, so that no padding is computed. auto: if that is faster than
     padding them to the longest row."""
+    prefix_sharing: Literal["auto", "off"] = "auto"
+    """auto: compute a token once that several rows begin with (the prompt of a group, the turns before a branch of a
+    session), if that is faster. off: compute every row alone."""
     learning_rate: Annotated[float, Meta(ge=0, le=10)] = 0.0
     """Learning rate of the first step after the warm-up. 0: 1e-6, or 8e-4 if model.path is empty, for the tiny model of
     an environment."""

@@ -65,6 +65,13 @@ OF_TWO = (
     "dp-qwen3_5_text-packed-again",
     "tp2-sp-qwen3_5_text-packed",
     "ep2-qwen3_5_moe_text-replay-lora",
+    "dp-tree:ppo",
+    "tp2-sp-tree:gspo",
+    "pp2-tied-tree-again",
+    "ep2-tree-replay-some",
+    "tp2-sp-ep2-deepseek_v3-tree",
+    "pp2-gemma3_text-tree",
+    "cp2-tree",
 )
 OF_TWO_SHORT = (
     "tp2-sp-ep2-gpt_oss-replay",
@@ -76,12 +83,14 @@ OF_TWO_SHORT = (
     "tp2-qwen3_5_text-moved",
     "dp:clip_cov",
     "dp:normalized",
+    "tp2-sp-ep2-tree-replay",
 )
 """Of OF_TWO, one of each parallelism, of each kind of model, and of what is computed over the tokens of all ranks."""
 OF_FOUR = (
     "tp2-pp2",
     "tp2-sp-ep2",
     "tp2-sp-ep2-replay",
+    "tp2-sp-pp2-tree",
     "tp2-sp-cp2-tied",
     "tp2-sp-pp2-ep2-qwen3_moe-balanced",
     "pp2-cp2-replay-some-again",

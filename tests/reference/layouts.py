@@ -8,12 +8,13 @@ torchrun --nproc-per-node 4 -m tests.reference.layouts 2 tp2-pp2 tp2-sp-ep2 cp2-
 A layout is named by the parallelism of its ranks: tp tensor, pp pipeline, cp context, ep expert parallel; sp: sequence
 parallel. The remaining ranks are data parallel. A model_type is the family of the model; without one it is a Qwen3,
 with ep or replay one of Qwen3's mixtures of experts, with images a Qwen2.5-VL. replay: its routing is recorded; some:
-except for every third row. packed: rows are packed. again: layers are recomputed. overlap: gradients are summed and
-weights gathered while passes go on. tied: the output layer is the embedding. moved: one rank resumes from the
-checkpoint at the end. kept: the same ranks resume from a checkpoint that gathers no optimizer state. single: experts
-have parameters of their own before that, and stacked ones after. balanced: routers have a load-balancing loss, and each
-row is a microbatch. lora: only low-rank adapters train. called: rank 0 calls the others, as in a run, and they map its
-rows. After a colon, one of OBJECTIVES replaces the clipped ratio against recorded log-probs.
+except for every third row. packed: rows are packed. tree: rows share prefixes, which are computed once. again: layers
+are recomputed. overlap: gradients are summed and weights gathered while passes go on. tied: the output layer is the
+embedding. moved: one rank resumes from the checkpoint at the end. kept: the same ranks resume from a checkpoint that
+gathers no optimizer state. single: experts have parameters of their own before that, and stacked ones after. balanced:
+routers have a load-balancing loss, and each row is a microbatch. lora: only low-rank adapters train. called: rank 0
+calls the others, as in a run, and they map its rows. After a colon, one of OBJECTIVES replaces the clipped ratio against
+recorded log-probs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-from tests.fakes.batches import synthetic_rows, with_random_experts, with_random_pictures
+from tests.fakes.batches import branched_rows, synthetic_rows, with_random_experts, with_random_pictures
 from tests.reference.plain import (
     PlainCritic,
     PlainLearner,
@@ -102,6 +103,7 @@ WORDS = (
     "again",
     "overlap",
     "packed",
+    "tree",
     "moved",
     "kept",
     "single",
@@ -127,7 +129,7 @@ def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
         recompute="full" if "again" in words else "none",
         overlap_grad_reduce="overlap" in words,
         overlap_param_gather="overlap" in words,
-        packing="on" if "packed" in words else "off",
+        packing="on" if "packed" in words or "tree" in words else "off",
         reshardable="kept" not in words,
         experts="sequential" if "single" in words else "grouped",
         microbatch_tokens=1 if "balanced" in words else 200,
@@ -326,8 +328,10 @@ def _rows_for(name: str, shape: ModelShape, step: int) -> BatchRows:
     """Return the rows that a layout trains in a step."""
     rows = synthetic_rows(step, segments=2)
     if "replay" in name:
-        return with_random_experts(rows, shape, step, some="some" in name)
-    return with_random_pictures(rows, shape, step) if shape.vision else rows
+        rows = with_random_experts(rows, shape, step, some="some" in name)
+    if shape.vision:
+        rows = with_random_pictures(rows, shape, step)
+    return branched_rows(rows, step) if "tree" in name else rows
 
 
 def _meeting_place() -> TCPStore:
@@ -340,7 +344,8 @@ def main(steps: int, names: Sequence[str]) -> None:
     """Print one JSON object for each layout.
 
     {"layout": name, "steps": [[loss, its reference, gradient norm, its reference], ...], "weights": their difference,
-    "exact": whether exports and checkpoints return what they hold, "peaks": `_peaks` of "save" and "load"}
+    "exact": whether exports and checkpoints return what they hold, "peaks": `_peaks` of "save" and "load",
+    "computed": tokens that rank 0's policy was given}
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(1)
@@ -352,7 +357,8 @@ def main(steps: int, names: Sequence[str]) -> None:
         batches = [_rows_for(name, shape, step) for step in range(steps)]
         store = PrefixStore(name, met) if met else None
         with process_group(rank=rank, world_size=world_size, store=store, **layout_of(options)) as control:
-            learner = learner_of(shape, options, objective)
+            learner, given = learner_of(shape, options, objective), list[int]()
+            learner.policy.model.register_forward_pre_hook(lambda _, one, into=given: into.append(one[0].numel()))
             exact = all(torch.equal(tensor, weights[key]) for key, tensor in learner.export().items())
             stepped = (functools.partial(_call_ranks, control) if "called" in of_ranks else ours)(
                 learner, objective, batches
@@ -369,7 +375,14 @@ def main(steps: int, names: Sequence[str]) -> None:
                 same, stepped, wanted = same and unmoved, stepped + more, wanted + plain.draw(batches)
                 peaks = peaks or {"save": saving, "load": loading}
             found = [(loss, its, norm, its_norm) for (loss, norm), (its, its_norm) in zip(stepped, wanted, strict=True)]
-            said = {"layout": name, "steps": found, "weights": apart, "exact": exact and same, "peaks": peaks}
+            said = {
+                "layout": name,
+                "steps": found,
+                "weights": apart,
+                "exact": exact and same,
+                "peaks": peaks,
+                "computed": sum(given),
+            }
             print(json.dumps(said), flush=True)
 
 

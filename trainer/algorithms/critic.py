@@ -132,7 +132,9 @@ class _Values:
 
     def __call__(self, batches: Iterator[PaddedRows], model: Any) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
-        return model(batch.inputs, batch.positions, None), lambda output: self._keep(output[..., 0], batch)
+        return model(batch.inputs, batch.positions, None), lambda output: self._keep(
+            batch.by_row(output[..., 0]), batch
+        )
 
     def _keep(self, values: torch.Tensor, batch: PaddedRows) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         keep_scored(self.found, values, batch)
@@ -150,7 +152,9 @@ class _ValueLoss:
 
     def __call__(self, batches: Iterator[PaddedRows], model: Any) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
-        return model(batch.inputs, batch.positions, None), lambda output: self._loss(output[..., 0], batch)
+        return model(batch.inputs, batch.positions, None), lambda output: self._loss(
+            batch.by_row(output[..., 0]), batch
+        )
 
     def _loss(self, values: torch.Tensor, batch: PaddedRows) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         before, returns = self._values[batch.places], self._returns[batch.places]

@@ -106,15 +106,19 @@ def score(
     if at is None:
         raise ValueError("the microbatch does not say which of its targets are scored")
     temperature = batch.temperature.reshape(len(batch.temperature), -1).expand(size)
+    merged = batch.merged
+    computed = at if merged is None else merged.first
     found = logprobs_and_entropy(
-        hidden.flatten(0, 1).index_select(0, at),
+        hidden.flatten(0, 1).index_select(0, computed if merged is None else merged.sources[computed]),
         output_weight(model),
-        batch.targets.flatten()[at],
-        temperature.flatten()[at],
+        batch.targets.flatten()[computed],
+        temperature.flatten()[computed],
         vocabulary=vocabulary,
         entropy=entropy,
         compiled=is_compiled(getattr(model, "module", model).config, "logprobs"),
     )
+    if merged is not None:
+        found = found[0][merged.which], found[1][merged.which]
     logprobs, entropies = (
         torch.zeros(size.numel(), device=at.device).index_put((at,), one).view(size) for one in found
     )

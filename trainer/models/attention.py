@@ -14,6 +14,8 @@ each.
 Sliding windows are attended to block by block, so that the cost of a row is linear. Sinks are a learned score per head
 beside those of the keys (Xiao et al. 2023). They are computed as the score of one more key, whose value is 0, so that
 each of torch's kernels gives their gradient. The kernel for rows of varying length takes windows, but no sinks.
+
+Rows that share prefixes lie as a tree (models.tree).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import torch.nn.functional as functional
 
 from turnlog.trainer import mcore
 from turnlog.trainer.models.fused import is_compiled, is_fused, norm_around_zero
+from turnlog.trainer.models.tree import PrefixTree, tree_kernel
 
 
 def zigzag(positions: int, rank: int, ranks: int) -> torch.Tensor:
@@ -57,12 +60,14 @@ def _natural(edges: tuple[int, ...], ranks: int) -> torch.Tensor:
 class PackedRows(mcore.PackedSeqParams):  # type: ignore[misc]
     """The ends of packed rows, for the device and for the host, which must not read them from there."""
 
-    def __init__(self, edges: Sequence[int], device: torch.device | str) -> None:
-        """`edges` are the start of each row and the end of the last one, over all context-parallel ranks."""
+    def __init__(self, edges: Sequence[int], device: torch.device | str, tree: PrefixTree | None = None) -> None:
+        """`edges` are the start of each row and the end of the last one, over all context-parallel ranks; of rows that
+        share prefixes, those of their `tree`.
+        """
         ends = torch.tensor(edges, dtype=torch.int32, device=device)
         longest = max(end - start for start, end in itertools.pairwise(edges))
         super().__init__("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
-        self.edges = tuple(edges)
+        self.edges, self.tree = tuple(edges), tree
 
 
 Kernel = Callable[..., Any]
@@ -109,7 +114,9 @@ LONG_ROW = 2048
 """Mean length from which packed rows are a call each: torch's choice for one row, cuDNN's kernel on Hopper, is faster
 than the FlashAttention 2 of the kernel for rows of varying length."""
 BLOCK = 512
-"""Smallest number of queries that attend to a sliding window in one call."""
+"""Smallest number of queries that attend to a sliding window in one call, and number of those that attend under a mask
+that is in memory.
+"""
 
 
 def layer_window(config: Any, layer_number: int) -> int:
@@ -153,6 +160,7 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
     """
 
     varlen_kernel = staticmethod(varlen_kernel)
+    tree_kernel = staticmethod(tree_kernel)
 
     def __init__(
         self,
@@ -191,6 +199,8 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
 
         The mask is True where masked out. Rows that context-parallel ranks share take no mask.
         """
+        if packed_seq_params is not None and packed_seq_params.tree is not None:
+            return self._attend_tree(query, key, value, packed_seq_params.tree)
         packed = packed_seq_params is not None
         ranks = self.config.context_parallel_size
         short = packed_seq_params is not None and query.size(0) < LONG_ROW * (len(packed_seq_params.edges) - 1)
@@ -226,6 +236,25 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
             query, key, value, ends, ends, longest, longest, scale=self.scale, window_size=behind, enable_gqa=grouped
         )
         return found[..., :size].flatten(1)
+
+    def _attend_tree(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PrefixTree
+    ) -> torch.Tensor:
+        """Map [t, h, d] x 3 to [t, h d]: in one call, or in one for the own tokens of each row."""
+        if not self.dropout and self.softmax_offset is None:
+            kernel = self.tree_kernel(query.device.type, query.dtype, query.size(-1), value.size(-1))
+            if kernel is not None:
+                return kernel(query, key, value, tree, self.window, self.scale).flatten(1)
+        found = list[torch.Tensor]()
+        # On the CPU the mask of queries that begin behind the first key is in memory.
+        block = BLOCK if query.device.type == "cpu" else len(query)
+        for own, keys, values in tree.branch_tensors(query, key, value):
+            before = len(keys) - len(own)
+            seen = before
+            for queries in torch.split(own, block if before else len(own)):
+                seen += len(queries)
+                found.append(self._attend(queries[:, None], keys[:seen, None], values[:seen, None]))
+        return torch.cat(found).squeeze(1).flatten(1)
 
     def _rows(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, edges: Sequence[int]) -> torch.Tensor:
         """Attend row by row; return this rank's part of each row, one after the other."""
@@ -323,7 +352,9 @@ class GrowingQueryAttention(SdpaAttention):
     ) -> torch.Tensor:
         """See SdpaAttention."""
         positions = torch.arange(len(query), device=query.device)
-        if packed_seq_params is not None:
+        if packed_seq_params is not None and packed_seq_params.tree is not None:
+            positions = packed_seq_params.tree.depths
+        elif packed_seq_params is not None:
             ends = packed_seq_params.cu_seqlens_q
             positions = positions - ends[:-1].repeat_interleave(ends.diff(), output_size=len(query))
         growth = 1 + self._beta * torch.log(1 + torch.floor(positions / self._original))
