@@ -21,7 +21,7 @@ from row import SIZE, SMALLEST
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = re.compile(r"([a-z]+\d+)_\w+\.py")
-NAMED = {name: HERE / f"{name.lower()}.py" for name in ("MODES", "LOOP", "SCALE", "COST", "ENV")}
+NAMED = {name: HERE / f"{name.lower()}.py" for name in ("MODES", "LOOP", "SCALE", "COST", "ENV", "TREE")}
 """Scripts that measure no numbered goal."""
 TIMEOUT_S = 1800.0
 
