@@ -246,14 +246,14 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
             if kernel is not None:
                 return kernel(query, key, value, tree, self.window, self.scale).flatten(1)
         found = list[torch.Tensor]()
-        # On the CPU the mask of queries that begin behind the first key is in memory.
-        block = BLOCK if query.device.type == "cpu" else len(query)
+        masked = query.device.type == "cpu"  # where torch's kernel for such queries takes a mask in memory
         for own, keys, values in tree.branch_tensors(query, key, value):
-            before = len(keys) - len(own)
-            seen = before
-            for queries in torch.split(own, block if before else len(own)):
+            seen = before = len(keys) - len(own)
+            for queries in torch.split(own, BLOCK if masked and before else len(own)):
                 seen += len(queries)
-                found.append(self._attend(queries[:, None], keys[:seen, None], values[:seen, None]))
+                windowed = 0 < self.window < seen
+                mask = _near(len(queries), seen, seen, query.device) if masked and before and not windowed else None
+                found.append(self._attend(queries[:, None], keys[:seen, None], values[:seen, None], mask))
         return torch.cat(found).squeeze(1).flatten(1)
 
     def _rows(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, edges: Sequence[int]) -> torch.Tensor:

@@ -14,7 +14,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.fakes.batches import synthetic_rows
+from tests.fakes.batches import branched_rows, synthetic_rows
+from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer.algorithms.objective import ForwardPassResults
 from turnlog.trainer.algorithms.tokens import BUILT_IN, CriticRules
 from turnlog.trainer.families.shape import TINY, TINY_HYBRID, ModelShape, SlidingWindow
@@ -102,7 +103,14 @@ WINDOWS = replace(
 )
 
 
-@pytest.mark.parametrize("packing", ["on", "off"])
+def of_layout(layout: str, rows: BatchRows) -> tuple[BatchRows, LearnerOptions]:
+    """Return rows that are packed, padded or, sharing prefixes, a tree, and the options for that."""
+    if layout == "tree":
+        return branched_rows(rows, 0), LearnerOptions(microbatch_tokens=200)
+    return rows, LearnerOptions(packing={"packed": "on", "padded": "off"}[layout], microbatch_tokens=60)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded", "tree"])
 @pytest.mark.parametrize(
     ("shape", "options", "objective"),
     [
@@ -118,13 +126,11 @@ WINDOWS = replace(
     ids=["plain", "unfused", "recompute", "adapters", "windows", "delta", "entropy", "reference"],
 )
 def test_a_step_reads_nothing_of_the_device_before_its_passes_are_over(
-    packing: str, shape: ModelShape, options: dict[str, Any], objective: PolicyGradient
+    layout: str, shape: ModelShape, options: dict[str, Any], objective: PolicyGradient
 ) -> None:
     weights = random_weights(shape, 1)
-    rows = synthetic_rows(0, rows=6, vocabulary=shape.vocabulary)
-    learner = Learner(
-        shape, weights, LearnerOptions(packing=packing, microbatch_tokens=60, **options), reference=weights
-    )
+    rows, its_options = of_layout(layout, synthetic_rows(0, rows=6, vocabulary=shape.vocabulary))
+    learner = Learner(shape, weights, replace(its_options, **options), reference=weights)
     with HostReads() as reads:
         numbers = ForwardPassResults(reference=learner.reference_logprobs(rows) if objective.kl != "none" else None)
         found = learner.step(rows, objective, 1e-3, numbers, tell_tokens=True, held=0)
@@ -133,11 +139,11 @@ def test_a_step_reads_nothing_of_the_device_before_its_passes_are_over(
     assert not found.skipped
 
 
-@pytest.mark.parametrize("packing", ["on", "off"])
-def test_a_critic_reads_nothing_of_the_device_before_its_passes_are_over(packing: str) -> None:
-    weights, rows = random_weights(TINY, 1), synthetic_rows(0, rows=6)
+@pytest.mark.parametrize("layout", ["packed", "padded", "tree"])
+def test_a_critic_reads_nothing_of_the_device_before_its_passes_are_over(layout: str) -> None:
+    weights, (rows, options) = random_weights(TINY, 1), of_layout(layout, synthetic_rows(0, rows=6))
     objective = PolicyGradient(0.2, 0.2, algorithm=BUILT_IN["ppo"], critic=CriticRules(rate=1e-3))
-    learner = Learner(TINY, weights, LearnerOptions(packing=packing, microbatch_tokens=60), critic=True)
+    learner = Learner(TINY, weights, options, critic=True)
     with HostReads() as reads:
         learner.step(rows, objective, 1e-3, ForwardPassResults(values=learner.values(rows)))
     assert reads.places == []
