@@ -14,13 +14,11 @@ import statistics
 import time
 from typing import Any
 
-import numpy as np
 import torch
 from row import say, size, told
 
-from tests.fakes.batches import synthetic_rows
+from tests.fakes.batches import answers_to_a_prompt
 from tests.fakes.recorded_rows import RECORDED, recorded_rows
-from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer.families.costs import row_flops
 from turnlog.trainer.families.shape import TINY
 from turnlog.trainer.launch import process_group
@@ -35,24 +33,6 @@ PROMPT, ANSWERS, ANSWER, STEPS = size((8192, 16, 512, 3), smallest=(64, 4, 8, 1)
 SHAPE = dataclasses.replace(TINY, positions=2 * (PROMPT + ANSWER))
 
 
-def group() -> BatchRows:
-    """Return the answers to one prompt; every token of them trains."""
-    lengths = np.full(ANSWERS, PROMPT + ANSWER, "<i4")
-    rows = synthetic_rows(0, rows=ANSWERS, group_size=ANSWERS, lengths=lengths)
-    ids = rows.token_ids.reshape(ANSWERS, -1).copy()
-    ids[:, :PROMPT] = ids[0, :PROMPT]
-    answer = np.tile(np.arange(PROMPT + ANSWER) >= PROMPT, ANSWERS)
-    spread = np.repeat(np.linspace(-1, 1, ANSWERS, dtype="<f4"), PROMPT + ANSWER)
-    return dataclasses.replace(
-        rows,
-        token_ids=ids.reshape(-1),
-        trained=answer.astype("u1"),
-        logprobs=np.where(answer, np.float32(-np.log(SHAPE.vocabulary)), np.float32(0)),
-        advantages=np.where(answer, spread, np.float32(0)),
-        weight_divisor=np.full(ANSWERS, ANSWERS * ANSWER, "<i8"),
-    )
-
-
 def computed_share(program: str) -> float:
     """Return the tokens that are computed over those of all rows, of a group of sessions, at the default settings."""
     rows, limit = recorded_rows(program), LearnerOptions().microbatch_tokens
@@ -63,7 +43,7 @@ def computed_share(program: str) -> float:
 def main() -> int:
     """Print one JSON line."""
     torch.set_num_threads(1)
-    rows = group()
+    rows = answers_to_a_prompt(PROMPT, ANSWERS, ANSWER, SHAPE.vocabulary)
     detail: dict[str, Any] = {"prompt": PROMPT, "answers": ANSWERS, "answer_tokens": ANSWER}
     given: dict[str, list[int]] = {"rows": [], "tree": []}
     took: dict[str, list[float]] = {"rows": [], "tree": []}

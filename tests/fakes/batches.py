@@ -99,6 +99,24 @@ def branched_rows(rows: Rows, seed: int, *, least: int = 16) -> Rows:
     return dataclasses.replace(rows, **columns)
 
 
+def answers_to_a_prompt(prompt: int, answers: int, tokens: int, vocabulary: int) -> BatchRows:
+    """Return rows of `tokens` tokens behind one prompt, all of which train, in one group."""
+    lengths = np.full(answers, prompt + tokens, "<i4")
+    rows = synthetic_rows(0, rows=answers, group_size=answers, lengths=lengths, vocabulary=vocabulary)
+    ids = rows.token_ids.reshape(answers, -1).copy()
+    ids[:, :prompt] = ids[0, :prompt]
+    trained = np.tile(np.arange(prompt + tokens) >= prompt, answers)
+    spread = np.repeat(np.linspace(-1, 1, answers, dtype="<f4"), prompt + tokens)
+    return dataclasses.replace(
+        rows,
+        token_ids=ids.reshape(-1),
+        trained=trained.astype("u1"),
+        logprobs=np.where(trained, np.float32(-np.log(vocabulary)), np.float32(0)),
+        advantages=np.where(trained, spread, np.float32(0)),
+        weight_divisor=np.full(answers, answers * tokens, "<i8"),
+    )
+
+
 def synthetic_manifest(
     rows: BatchRows, file: BlobRef, run_id: str, batch_index: int, *, part: int = 0, parts: int = 1
 ) -> SampleBatchFormed:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from batches import synthetic_rows
+from batches import answers_to_a_prompt, synthetic_rows
 
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import mcore
@@ -27,6 +27,7 @@ from turnlog.trainer.families.costs import row_flops
 from turnlog.trainer.families.shape import TINY, Mixture, ModelShape
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
+from turnlog.trainer.memory import predicted_peak
 from turnlog.trainer.models.attention import varlen_kernel
 from turnlog.trainer.network import DTYPES
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
@@ -116,6 +117,40 @@ def repeat(shape: ModelShape, options: LearnerOptions) -> dict[str, Any]:
     return {"same": first == second and all(torch.equal(before[name], after[name]) for name in before)}
 
 
+def trees(shape: ModelShape, options: LearnerOptions, prompt: int, answers: int, tokens: int) -> dict[str, Any]:
+    """Take steps on the answers to one prompt, with the prompt computed once and for each answer."""
+    rows = answers_to_a_prompt(prompt, answers, tokens, shape.vocabulary)
+    found: dict[str, Any] = {"rows": answers, "tokens": int(rows.lengths.sum()), "dtype": options.dtype}
+    for sharing in ("off", "auto"):
+        own = dataclasses.replace(options, prefix_sharing=sharing, packing="on")
+        with process_group():
+            learner = _learner(shape, own)
+            given = list[int]()
+            learner.policy.model.register_forward_pre_hook(lambda _, inputs, into=given: into.append(inputs[0].numel()))
+            results, took = [], list[float]()
+            for _ in range(3):
+                began = time.perf_counter()
+                results.append(learner.step(rows, OBJECTIVE, 1e-6))
+                took.append(time.perf_counter() - began)
+            found[sharing] = {
+                "computed": sum(given) // 3, "seconds": round(min(took[1:]), 4), "peak_gib": _peak_gib(),
+                "losses": [one.loss for one in results], "norms": [one.grad_norm for one in results],
+            }  # fmt: skip
+            del learner
+        gc.collect()
+        torch.cuda.empty_cache()
+    return found
+
+
+def _peak_gib() -> float | None:
+    """Return the peak of allocated memory since the last call."""
+    if mcore.DEVICE.type != "cuda":
+        return None
+    found = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    torch.cuda.reset_peak_memory_stats()
+    return found
+
+
 def step_flops(shape: ModelShape, options: LearnerOptions, rows: BatchRows) -> int:
     """Return the FLOPs of a step: three forward passes, and without gradients of the weights one less of what is no
     attention. What recomputation adds does not count.
@@ -170,11 +205,13 @@ def _measure(learner: Learner, rows: BatchRows, options: LearnerOptions, profile
     if profile:
         _profile(learner, rows)
     tokens, best = int(rows.lengths.sum()), min(took[1:])
+    longest = int(rows.lengths.max())
+    held = max(longest, options.microbatch_tokens // longest * longest)  # by the largest microbatch of even rows
     return {
         "rows": len(rows), "tokens": tokens, "seconds": [round(one, 3) for one in took],
         "tokens_per_s": round(tokens / best),
         "tflops": round(step_flops(learner.shape, options, rows) / best / 1e12, 3),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_device else None,
+        "peak_gib": _peak_gib(), "predicted_gib": round(predicted_peak(learner.shape, options, held) / 2**30, 2),
         "loss": found.loss, "grad_norm": found.grad_norm,
     }  # fmt: skip
 
@@ -199,7 +236,7 @@ def _profile(learner: Learner, rows: BatchRows) -> None:
 def main() -> int:
     """Print what was asked for."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["alike", "deterministic", *MODELS])
+    parser.add_argument("what", choices=["alike", "deterministic", "trees", *MODELS])
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--only", default="", help="indices of the cases, with commas between them")
     parser.add_argument("--until", type=float, default=float("inf"), help="time after which no case begins")
@@ -217,6 +254,13 @@ def main() -> int:
             with process_group():
                 told = repeat(shape, options)
             print(json.dumps({"kind": shape.kind, "packing": packing} | told), flush=True)
+        return 0
+    if asked.what == "trees":
+        if mcore.DEVICE.type == "cuda":
+            print(json.dumps(trees(SMALL, LearnerOptions(), 1000, 8, 100)), flush=True)
+            print(json.dumps(trees(QWEN3_06B, BFLOAT16, 8192, 16, 512)), flush=True)
+        else:
+            print(json.dumps(trees(SMALL, LearnerOptions(), 64, 4, 16)), flush=True)
         return 0
     shape, options, cases = MODELS[asked.what]
     chosen = [cases[int(index)] for index in asked.only.split(",")] if asked.only else cases

@@ -83,19 +83,29 @@ def test_deterministic_steps_are_the_same_bit_for_bit() -> None:
     assert {line["same"] for line in results("deterministic")} == {True}
 
 
+def test_a_prompt_that_is_computed_once_gives_the_step_of_separate_rows() -> None:
+    for line in results("trees"):
+        once, each = line["auto"], line["off"]
+        near = {"float32": 1e-5, "bfloat16": 0.02}[line["dtype"]]
+        assert once["computed"] < each["computed"] / 2
+        assert once["losses"] == pytest.approx(each["losses"], abs=near)
+        assert once["norms"] == pytest.approx(each["norms"], rel=2 * near)
+
+
 @pytest.fixture(scope="module")
 def table() -> Iterator[None]:
     """Print a table of what was measured, at the end."""
     yield
-    shown = [f"\n| model | rows | packing | tokens/s | TFLOP/s | MFU | peak GiB |\n|{'---|' * 7}"]
+    shown = [f"\n| model | rows | packing | tokens/s | TFLOP/s | MFU | peak GiB | predicted |\n|{'---|' * 8}"]
     for line in measured:
         rows = f"{line['length']:,} tokens" + (" at most" if line["ragged"] else "")
         how = line["packing"] + (", recompute " + line["recompute"] if line["recompute"] != "none" else "")
         if "error" in line:
-            shown.append(f"| {line['what']} | {rows} | {how} | {line['error']} | | | |")
+            shown.append(f"| {line['what']} | {rows} | {how} | {line['error']} | | | | |")
             continue
         mfu = "" if line["device"] == "cpu" else f"{line['tflops'] / PEAK_TFLOPS:.3f}"
-        about = (rows, how, f"{line['tokens_per_s']:,}", line["tflops"], mfu, line["peak_gib"] or "")
+        memory = (line["peak_gib"], line["predicted_gib"]) if line["peak_gib"] else ("", "")
+        about = (rows, how, f"{line['tokens_per_s']:,}", line["tflops"], mfu, *memory)
         shown.append(f"| {line['what']} | {' | '.join(map(str, about))} |")
     print("\n".join(shown), file=sys.__stdout__, flush=True)
 

@@ -193,7 +193,10 @@ def flex_attention(
 
     t = len(query)
     if window not in tree.masks:
-        tree.masks[window] = create_block_mask(tree.mask(window), None, None, t, t, device=query.device)
+        # Uncompiled, it would make the whole mask [t, t] first.
+        tree.masks[window] = create_block_mask(
+            tree.mask(window), None, None, t, t, device=query.device, _compile=query.is_cuda
+        )
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     found: torch.Tensor = (attend or _compile_attention())(
         q, k, v, block_mask=tree.masks[window], scale=scale, enable_gqa=query.size(1) != key.size(1)
