@@ -318,12 +318,12 @@ class Network:
         """Yield microbatches as forward passes take them; routers replay what their rows recorded."""
         for batch in self._replay.over(batches) if self._replay else batches:
             self._packing = batch.packing
-            self.model.rotary_tables.expect(len(batch.inputs), batch.positions[0] if batch.packing else None)
             if self._options.moe_aux_loss_coeff:
                 self._padding = self._padding_mask(batch)
             if self._sight:
                 self._sight.microbatch = batch
             yield batch
+        self._packing = self._padding = None
 
     def _padding_mask(self, batch: PaddedRows) -> torch.Tensor:
         """Return [b, s] whether a position is padding, of this rank's share where Megatron does not take that itself.
@@ -340,8 +340,9 @@ class Network:
 
         Packed rows do not attend to each other, and positions get as many axes as the model has.
         """
+        inputs, positions, *rest = arguments
+        self.model.rotary_tables.expect(len(inputs), positions[0] if self._packing else None)
         if self.shape.vision:
-            inputs, positions, *rest = arguments
             axes = positions.movedim(-1, 0) if positions.dim() > inputs.dim() else positions.expand(3, -1, -1)
             arguments = (inputs, axes, *rest)
         if self._padding is not None:

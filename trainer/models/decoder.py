@@ -184,7 +184,9 @@ class RotaryTables:
             parts = [halves[..., which, :].flatten(-2) for which in (0, 1)]
         tables = [fused.rotary_table(part, self._factor, interleaved=self._interleaved) for part in parts]
         table = torch.cat(tables, -1)
-        return table.expand(-1, self._rows, -1, -1).contiguous()
+        if table.size(1) == 1:  # the positions of images have a table for each row
+            table = table.expand(-1, self._rows, -1, -1)
+        return table.contiguous()
 
 
 def window_options(shape: ModelShape) -> dict[str, Any]:

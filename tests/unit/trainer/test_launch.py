@@ -174,7 +174,7 @@ class Hung(LearnerThread):
 
 
 async def test_a_rank_that_hangs_in_a_step_ends_all_and_is_killed(tmp_path: Path) -> None:
-    run = Run(tmp_path, world_size=2, tensor_parallel=2, collective_timeout_s=2.0)
+    run = Run(tmp_path, world_size=2, tensor_parallel=2, collective_timeout_s=8.0)
     await run.begin()
     async with run.events() as events:
         await append_batches(events, run.blobs, "run", 1)
