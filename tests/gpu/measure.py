@@ -52,8 +52,13 @@ MICROBATCH = 16_384
 """Tokens of a microbatch. Longer rows go alone."""
 TIMED_S = 8.0
 """Seconds of repeated steps after which a case has been measured; at most three are."""
-RECOMPUTED = 32_768
-"""Length of rows from which layers are computed again for the gradient, as one device of 80 GB needs."""
+RECOMPUTE: tuple[dict[str, Any], ...] = (
+    {"recompute": "none"},
+    {"recompute": "selective", "recompute_modules": ("mlp",)},
+    {"recompute": "full"},
+)
+"""What is computed again for the gradient: the first that fits into ROOM of the device's memory."""
+ROOM = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +171,7 @@ def measure(shape: ModelShape, options: LearnerOptions, cases: Sequence[Case], *
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "torch": torch.__version__,
         "parameters": sum(map(np.prod, expected_shapes(shape).values())).item(),
     }  # fmt: skip
-    grouped = itertools.groupby(cases, lambda case: (case.packing, case.length > RECOMPUTED))
-    for (packing, recompute), some in grouped:
-        own = dataclasses.replace(options, packing=packing, recompute="full" if recompute else options.recompute)
+    for own, some in itertools.groupby(cases, lambda case: _fitting(shape, options, case)):
         with process_group():
             learner = _learner(shape, own)
             for case in some:
@@ -184,6 +187,22 @@ def measure(shape: ModelShape, options: LearnerOptions, cases: Sequence[Case], *
             del learner
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _fitting(shape: ModelShape, options: LearnerOptions, case: Case) -> LearnerOptions:
+    """Return the options for a case, with as little computed again as the device's memory allows."""
+    own = dataclasses.replace(options, packing=case.packing)
+    if mcore.DEVICE.type != "cuda":
+        return own
+    room = ROOM * torch.cuda.get_device_properties(mcore.DEVICE).total_memory
+    held = _largest_microbatch(options, case.length)
+    choices = [dataclasses.replace(own, **one) for one in RECOMPUTE]
+    return next((one for one in choices if predicted_peak(shape, one, held) < room), choices[-1])
+
+
+def _largest_microbatch(options: LearnerOptions, longest: int) -> int:
+    """Return the tokens of the largest microbatch of rows of one length."""
+    return max(longest, options.microbatch_tokens // longest * longest)
 
 
 def _learner(shape: ModelShape, options: LearnerOptions) -> Learner:
@@ -205,8 +224,7 @@ def _measure(learner: Learner, rows: BatchRows, options: LearnerOptions, profile
     if profile:
         _profile(learner, rows)
     tokens, best = int(rows.lengths.sum()), min(took[1:])
-    longest = int(rows.lengths.max())
-    held = max(longest, options.microbatch_tokens // longest * longest)  # by the largest microbatch of even rows
+    held = _largest_microbatch(options, int(rows.lengths.max()))
     return {
         "rows": len(rows), "tokens": tokens, "seconds": [round(one, 3) for one in took],
         "tokens_per_s": round(tokens / best),

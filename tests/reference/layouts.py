@@ -13,8 +13,8 @@ are recomputed. overlap: gradients are summed and weights gathered while passes 
 embedding. moved: one rank resumes from the checkpoint at the end. kept: the same ranks resume from a checkpoint that
 gathers no optimizer state. single: experts have parameters of their own before that, and stacked ones after. balanced:
 routers have a load-balancing loss, and each row is a microbatch. lora: only low-rank adapters train. called: rank 0
-calls the others, as in a run, and they map its rows. After a colon, one of OBJECTIVES replaces the clipped ratio against
-recorded log-probs.
+calls the others, as in a run, and they map its rows. After a colon, one of OBJECTIVES replaces the clipped ratio
+against recorded log-probs.
 """
 
 from __future__ import annotations
