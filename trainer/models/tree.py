@@ -219,8 +219,9 @@ def tree_kernel(device: str, dtype: torch.dtype, query: int, value: int) -> Tree
     """
     if device != "cuda":
         return None
-    tree, _ = grow_tree([3, 2, 2], [0, 1, 2], torch.device(device))
-    q, k, v = (torch.ones(7, 2, size, device=device, dtype=dtype, requires_grad=True) for size in (query, query, value))
+    tree, _ = grow_tree([200, 70, 30], [0, 150, 200], torch.device(device))  # several blocks of its mask
+    sizes = ((4, query), (2, query), (2, value))  # of a model whose heads share keys
+    q, k, v = (torch.ones(300, *size, device=device, dtype=dtype, requires_grad=True) for size in sizes)
     try:
         with torch.enable_grad():
             torch.autograd.grad(flex_attention(q, k, v, tree, 0, 1.0).sum(), (q, k, v))
