@@ -20,7 +20,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 on_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-MEASURE = Path(__file__).with_name("measure.py")
+MEASURE, FAST_PATHS = (Path(__file__).with_name(name) for name in ("measure.py", "fast_paths.py"))
 FAKES = Path(__file__).parents[1] / "fakes"
 PEAK_TFLOPS = float(os.environ.get("BENCH_PEAK_TFLOPS", "989"))
 """Dense bfloat16 peak of an H100 or H200 (NVIDIA's data sheets)."""
@@ -31,11 +31,12 @@ measured: list[dict[str, Any]] = []
 
 
 @cache
-def results(what: str, devices: str = "0") -> list[dict[str, Any]]:
-    """Return what a process of its own prints; `devices` is what it sees."""
+def results(what: str, devices: str = "0", script: Path = MEASURE) -> list[dict[str, Any]]:
+    """Return what a script prints in a process of its own; `devices` is what it sees."""
     path = os.pathsep.join((str(FAKES), os.environ.get("PYTHONPATH", "")))
     env = os.environ | {"CUDA_VISIBLE_DEVICES": devices, "PYTHONPATH": path}
-    command = [sys.executable, str(MEASURE), what, "--until", str(BEGAN + LIMIT_S)]
+    until = ("--until", str(BEGAN + LIMIT_S)) if script is MEASURE else ()
+    command = [sys.executable, str(script), what, *until]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     lines: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     for line in lines:
@@ -76,6 +77,14 @@ def test_packed_rows_are_near_padded_ones(kind: str, dtype: str) -> None:
     packed, padded = alike(kind, dtype, "on"), alike(kind, dtype)
     assert packed["losses"] == pytest.approx(padded["losses"], abs=0.02)
     assert packed["norms"] == pytest.approx(padded["norms"], rel=0.05)
+
+
+@on_device
+def test_passes_do_not_wait_for_the_device_and_kernels_compute_what_they_should() -> None:
+    found = {line["check"]: line.get("found", line.get("error")) for line in results("checks", script=FAST_PATHS)}
+    assert {found[f"waits, packing {packing}"] for packing in ("off", "on")} == {"no wait"}
+    assert max(found["output layer"].values()) < 0.02
+    assert "Traceback" not in str(found["packed attention"])
 
 
 @on_device
