@@ -53,6 +53,8 @@ BY_PLACE = {"distrib_optim_sharding_type": "dp_reshardable"}
 """Megatron's format that gathers nothing."""
 
 
+LOOK_S = 1.0
+"""Pause between two looks at whether all ranks have written."""
 State = tuple[Any, Any]
 """(model, optimizer) of a network."""
 
@@ -109,17 +111,23 @@ class Save:
         The checkpoint is complete when the files are returned; `wait` waits for that. Raises CheckpointFailed on rank 0
         and on a rank that failed, BlobError on all.
         """
-        if wait:
-            self._thread.join()
-        written = torch.tensor([int(not self._thread.is_alive())], device=mcore.DEVICE)
-        dist.all_reduce(written, op=dist.ReduceOp.MIN)
-        if not written.item():
-            return None
+        while not self._is_written(LOOK_S if wait else 0.0):
+            if not wait:
+                return None
         stored = _of_ranks(self._stored, self._failure)
         with mcore.quiet(), self._failing():
             for finalize in self._request.finalize_fns:
                 finalize()
         return {name: ref for of_rank in stored for name, ref in of_rank.items()}
+
+    def _is_written(self, wait_s: float) -> bool:
+        """Return whether every rank has written its part, after waiting for this one's at most `wait_s`. Collective:
+        ranks whose disks differ must not wait for each other in it, because that has a time-out.
+        """
+        self._thread.join(wait_s)
+        written = torch.tensor([int(not self._thread.is_alive())], device=mcore.DEVICE)
+        dist.all_reduce(written, op=dist.ReduceOp.MIN)
+        return bool(written.item())
 
     def _write(self, buckets: list[Any]) -> None:
         """Write the copies, and hash or upload the files; runs in the thread. `finish` raises its failure."""
