@@ -299,6 +299,7 @@ class Network:
             micro_batch_size=max(batch.inputs.size(0) for batch in batches),
             forward_only=forward_only,
         )
+        self._packing = self._padding = None
         if self._replay:
             self._replay.clear()
 
@@ -323,7 +324,6 @@ class Network:
             if self._sight:
                 self._sight.microbatch = batch
             yield batch
-        self._packing = self._padding = None
 
     def _padding_mask(self, batch: PaddedRows) -> torch.Tensor:
         """Return [b, s] whether a position is padding, of this rank's share where Megatron does not take that itself.

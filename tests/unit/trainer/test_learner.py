@@ -278,6 +278,16 @@ def test_a_checkpoint_by_place_is_refused_by_ranks_that_share_the_model_otherwis
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in other.export().items())
 
 
+def test_a_model_that_is_called_by_itself_after_a_packed_step_computes_rows_of_any_number() -> None:
+    learner = Learner(TINY, random_weights(TINY, 1), dataclasses.replace(ONE, packing="on"))
+    learner.step(synthetic_rows(0), imitation, 0.0)
+    tokens, positions = torch.arange(12).view(2, 6), torch.arange(6).expand(2, -1)
+    with torch.no_grad():
+        both = learner.policy.model(tokens, positions, None)
+        each = [learner.policy.model(tokens[row : row + 1], positions[:1], None)[:, 0] for row in range(2)]
+    torch.testing.assert_close(both, torch.stack(each, 1))
+
+
 def test_a_rank_hashes_what_it_writes_and_verifies_what_it_loads(tmp_path: Path) -> None:
     learner = Learner(TINY, random_weights(TINY, 1), ONE)
     learner.begin_save(tmp_path, {})
