@@ -282,7 +282,7 @@ def test_a_model_that_is_called_by_itself_after_a_packed_step_computes_rows_of_a
     learner = Learner(TINY, random_weights(TINY, 1), dataclasses.replace(ONE, packing="on"))
     learner.step(synthetic_rows(0), imitation, 0.0)
     tokens, positions = torch.arange(12).view(2, 6), torch.arange(6).expand(2, -1)
-    with torch.no_grad():
+    with mcore.quiet(), torch.no_grad():
         both = learner.policy.model(tokens, positions, None)
         each = [learner.policy.model(tokens[row : row + 1], positions[:1], None)[:, 0] for row in range(2)]
     torch.testing.assert_close(both, torch.stack(each, 1))
