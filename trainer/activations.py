@@ -1,6 +1,7 @@
 """Activations of a training step: what autograd keeps for the gradient, and the largest intermediate results beside it.
 
-Each method of LayerCounts counts the tensors of one module, in bytes per token, and changes with that module. A tensor
+Each method of LayerCounts counts the tensors of one module, in bytes per token. Whoever changes the module changes the
+method. A tensor
 that two modules keep is counted by one of them. tests/unit/trainer/test_memory.py compares the sum with torch's own
 record of a step.
 """
@@ -28,7 +29,7 @@ LAYER_NORMS = ("input_layernorm", "pre_mlp_layernorm", "post_attention_norm", "p
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Operations that keep less than their definition in elementwise operations would."""
+    """Kernels that keep less for the gradient than the elementwise operations of their formula would."""
 
     fused_norm: bool
     """RMSNorm keeps only its input and one number per row, as torch has it on CUDA."""
@@ -39,7 +40,7 @@ class Kernels:
 
     @classmethod
     def of(cls, device: str, options: Any) -> Kernels:
-        """Return those of a device with the settings `fused` and `compiled`."""
+        """Return the kernels of a device (cuda or cpu) with the settings `fused` and `compiled`."""
         cuda = device == "cuda"
         compiled = cuda and options.fused and options.compiled != "off"
         return cls(fused_norm=cuda, fused=options.fused and (compiled or width(options) == WIDE), compiled=compiled)
@@ -87,8 +88,8 @@ class LayerCounts:
         return not self.options.lora_rank
 
     def norm(self, size: float, *, input_: bool = True, output: bool = True) -> float:
-        """RMSNorm. `input_` and `output`: whether its input, if it needs it as it is, and its output are counted here
-        and not where they are also kept.
+        """Return the bytes of an RMSNorm over `size` values. `input_` and `output`: whether its input and its output
+        are counted here; otherwise another module, which keeps the same tensor, counts it.
         """
         kept = size * self.w if output else 0.0
         if self.kernels.fused_norm or self.w == WIDE:
@@ -100,11 +101,13 @@ class LayerCounts:
         return kept
 
     def hidden_norm(self) -> float:
-        """The norm before attention or the feed-forward layer, and with its input the residual stream there."""
+        """Return the bytes of the norm before attention or the feed-forward layer, and of its input, the residual
+        stream.
+        """
         return self.norm(self.shape.hidden / self.sequence)
 
     def attention(self) -> Kept:
-        """Grouped-query attention behind its norm: projections, norms of heads, rotary positions, core."""
+        """Count grouped-query attention behind its norm: projections, norms of heads, rotary positions, core."""
         shape, w = self.shape, self.w
         q, kv = (heads * shape.head_dim / self.tensor for heads in (shape.heads, shape.groups))
         found = (q + 2 * kv) * w  # of the projection: values are a view of it
@@ -116,17 +119,17 @@ class LayerCounts:
         return Kept(found + self.core(q), 2 * q * w)
 
     def core(self, values: float) -> float:
-        """Core attention: its output, which the projection takes, and a sum per head."""
+        """Return the bytes of attention itself: its output, which the output projection takes, and a sum per head."""
         return values * self.w + self.shape.heads / self.tensor * WIDE
 
     def window_mask(self) -> float:
-        """The mask of a sliding window, for a block of queries at a time."""
+        """Return the bytes of a sliding window's mask, which is made for a block of queries at a time."""
         sliding = self.shape.sliding
         assert sliding is not None
         return (max(sliding.size, WINDOW_BLOCK) + sliding.size - 1) * self.w
 
     def latent(self) -> Kept:
-        """Multi-head latent attention behind its norm."""
+        """Count multi-head latent attention behind its norm."""
         shape, w, latent = self.shape, self.w, self.shape.latent
         assert latent is not None
         heads = shape.heads / self.tensor
@@ -139,7 +142,7 @@ class LayerCounts:
         return Kept(found + self.core(heads * value), 2 * heads * query * w)
 
     def linear(self) -> Kept:
-        """Gated delta net behind its norm, by torch's operations, which keep more than kernels do."""
+        """Count a gated delta net behind its norm, by torch's operations, which keep more than fused kernels do."""
         linear = self.shape.linear
         assert linear is not None
         heads, key, value = linear.value_heads, linear.key_dim, linear.value_dim
@@ -150,15 +153,15 @@ class LayerCounts:
         return Kept(found / self.tensor, 2 * heads * value * WIDE / self.tensor)
 
     def swiglu(self, size: float) -> Kept:
-        """SwiGLU of intermediate size `size`: both halves and the product; if it is not fused, also silu and the other
-        factor.
+        """Count SwiGLU of intermediate size `size`: both halves and the product; if it is not fused, also silu and the
+        other factor.
         """
         if self.kernels.fused:
             return Kept(3 * size * self.w, (2 if self.kernels.compiled else 4) * size * self.w)
         return Kept(5 * size * self.w, 2 * size * self.w)
 
     def experts(self) -> Kept:
-        """Router, dispatch, experts and the layer that every token passes."""
+        """Count a mixture: router, dispatch, experts and the shared expert, which every token passes."""
         mixture = self.shape.mixture
         assert mixture is not None
         k, hidden, w = mixture.experts_per_token, self.shape.hidden / self.sequence, self.w
@@ -176,11 +179,11 @@ class LayerCounts:
         return found
 
     def adapters(self, matrices: int) -> float:
-        """Results between the factors of low-rank adapters."""
+        """Return the bytes of the results between the two factors of low-rank adapters."""
         return matrices * self.options.lora_rank * self.w
 
     def mixer(self, layer: int) -> Kept:
-        """The part of a layer that mixes tokens."""
+        """Count the part of a layer that mixes tokens."""
         if self.shape.layer_type(layer) == "linear_attention":
             return self.linear()
         found = self.latent() if self.shape.latent else self.attention()
@@ -188,15 +191,15 @@ class LayerCounts:
         return found + Kept(self.window_mask()) if windowed else found
 
     def feed_forward(self, layer: int) -> Kept:
-        """The feed-forward layer."""
+        """Count the feed-forward layer."""
         return self.experts() if self.shape.is_mixture(layer) else self.swiglu(self.shape.ffn / self.tensor)
 
     def boundary(self) -> float:
-        """The residual stream at one place."""
+        """Return the bytes of the residual stream at one place."""
         return self.shape.hidden / self.sequence * self.w
 
     def layer(self, layer: int) -> Kept:
-        """A whole layer with its output, without its input, as `recompute` leaves it."""
+        """Count what remains of a whole layer under `recompute`, its output included and its input not."""
         mixer, feed_forward, norm = self.mixer(layer), self.feed_forward(layer), self.hidden_norm()
         norms = sum(f".{name}." in group.name for group in tensor_groups(self.shape) for name in LAYER_NORMS)
         whole = Kept(norms * norm + self.adapters(4)) + mixer + feed_forward
@@ -212,7 +215,7 @@ class LayerCounts:
         return Kept(whole.kept - spared, most)
 
     def _spared_parts(self, layer: int, mixer: Kept, feed_forward: Kept) -> dict[str, Kept]:
-        """Return what recomputing a module spares, by Megatron's name of the module."""
+        """Return what need not be kept if a module is recomputed, by Megatron's name of the module."""
         name = "moe" if self.shape.is_mixture(layer) else "mlp"
         values = self.shape.heads * self.shape.head_dim / self.tensor
         found = {name: feed_forward}
@@ -235,7 +238,7 @@ def layer_kinds(shape: ModelShape, stages: int, stage: int) -> tuple[tuple[int, 
 def activation_bytes(
     shape: ModelShape, options: MemoryOptions, stage: int, tokens: int, scored: int, kernels: Kernels
 ) -> tuple[Kept, float]:
-    """Return the activations of a pipeline stage's layers, and what the loss takes beside them.
+    """Return the bytes of the activations of a pipeline stage's layers, and those that the loss takes beside them.
 
     Earlier stages keep those of several microbatches: one for each stage from them to the last (1F1B, Narayanan et al.
     2021, arXiv 2104.04473).
@@ -262,7 +265,7 @@ def activation_bytes(
 
 
 def _loss_bytes(shape: ModelShape, options: MemoryOptions, scored: int, tokens: int, counts: LayerCounts) -> float:
-    """Return what models.output takes at its peak, the backward pass of the last chunk."""
+    """Return the bytes that models.output takes at its peak, in the backward pass of the last chunk."""
     columns, w = -(-shape.vocabulary // options.tensor_parallel), width(options)
     scored = -(-scored // options.context_parallel)
     chunk = min(scored, max(1, CHUNK_BYTES // (WIDE * columns))) * columns
@@ -276,7 +279,7 @@ def _loss_bytes(shape: ModelShape, options: MemoryOptions, scored: int, tokens: 
 
 
 def approximations(shape: ModelShape) -> Iterator[str]:
-    """Yield what of a model's activations is only approximated."""
+    """Yield the parts of a model whose activations are only approximated, in words."""
     if shape.linear:
         yield "gated delta nets (layers of kind linear_attention)"
     if shape.latent:

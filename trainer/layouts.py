@@ -36,7 +36,7 @@ class LayoutOptions(MemoryOptions, Protocol):
 
 
 OFF: dict[str, tuple[str, ...]] = {"packing": ("auto", "off")}
-"""Options that have other values than their default for models that do not support them."""
+"""Values of an option that leave a feature off which a family may not support; for all others, the default."""
 
 
 def check_layout(shape: ModelShape, options: LayoutOptions) -> None:
@@ -73,7 +73,7 @@ def check_layout(shape: ModelShape, options: LayoutOptions) -> None:
         )
     if options.moe_aux_loss_coeff and not shape.experts:
         raise LayoutUnfit(
-            f"trainer.moe_aux_loss_coeff = {options.moe_aux_loss_coeff} is not supported for a model without experts "
+            f"trainer.moe_aux_loss_coeff = {options.moe_aux_loss_coeff:g} is not supported for a model without experts "
             f"({shape.kind}): set it to 0"
         )
     _check_savings(shape, options)
@@ -92,15 +92,20 @@ def _check_savings(shape: ModelShape, options: LayoutOptions) -> None:
     if options.optimizer_cpu_offload:
         wide = sorted({group.name for group in tensor_groups(shape) if group.wide and not group.never_trains})
         if options.dtype == "float32" or wide:
-            what = f"parameters of {shape.kind} that stay in float32 ({', '.join(wide)})" if wide else "float32"
+            what = (
+                f"parameters of {shape.kind} that stay in float32 ({', '.join(wide)})"
+                if wide
+                else "trainer.dtype = float32"
+            )
             raise LayoutUnfit(
-                f"trainer.optimizer_cpu_offload is not supported for {what}, because Megatron offloads the float32 "
-                "copies of bfloat16 parameters alone"
+                f"trainer.optimizer_cpu_offload is not supported for {what}, because Megatron offloads only the "
+                'float32 copies of bfloat16 parameters: set trainer.dtype = "bfloat16", or '
+                "trainer.optimizer_cpu_offload = false"
             )
     if options.overlap_grad_reduce and shape.vision:
         raise LayoutUnfit(
-            f"trainer.overlap_grad_reduce is not supported for {shape.kind}: ranks would wait for gradients of its "
-            "vision tower in a microbatch without images"
+            f"trainer.overlap_grad_reduce is not supported for {shape.kind}, because ranks would wait for gradients of "
+            "its vision tower in a microbatch without images: set it to false"
         )
 
 
@@ -115,28 +120,34 @@ def _check_recomputed(shape: ModelShape, modules: Sequence[str]) -> None:
     }
     for module in modules:
         if not there.get(module, False):
-            possible = ", ".join(name for name, found in there.items() if found) or "trainer.recompute = full"
+            possible = ", ".join(name for name, found in there.items() if found) or "none of them"
             raise LayoutUnfit(
-                f"trainer.recompute_modules has {module}, which recomputes nothing in {shape.kind}; take {possible}"
+                f"trainer.recompute_modules has {module}, which recomputes nothing in {shape.kind}; it may have: "
+                f"{possible}"
             )
 
 
 def check_options(trainer: TrainerSettings, *, on_device: bool) -> None:
-    """Check settings that need each other, a GPU or a package. Raises SettingsError."""
+    """Check settings that need each other, a GPU or a package; `on_device`: whether ranks have a GPU. Raises
+    SettingsError.
+    """
     if trainer.recompute == "selective" and not trainer.recompute_modules:
-        raise SettingsError('trainer.recompute = "selective" needs trainer.recompute_modules')
+        raise SettingsError(
+            'trainer.recompute = "selective" needs trainer.recompute_modules: name at least one, e.g. mlp or moe'
+        )
     if trainer.overlap_param_gather and not trainer.overlap_grad_reduce:
         raise SettingsError("trainer.overlap_param_gather needs trainer.overlap_grad_reduce = true")
     if trainer.optimizer_cpu_offload and not on_device:
         raise SettingsError(
-            "trainer.optimizer_cpu_offload needs a GPU: without one, the optimizer's state is in host memory already"
+            "trainer.optimizer_cpu_offload needs a GPU: without one, the optimizer's state is in host memory already; "
+            "set it to false"
         )
     if not trainer.use_precision_aware_optimizer:
         return
     if trainer.optimizer_cpu_offload:
         raise SettingsError(
-            "trainer.use_precision_aware_optimizer and trainer.optimizer_cpu_offload exclude each other: the CPU's "
-            "Adam has float32 moments"
+            "trainer.use_precision_aware_optimizer and trainer.optimizer_cpu_offload exclude each other, because the "
+            "CPU's Adam has float32 moments: set one of them to false"
         )
     if importlib.util.find_spec("transformer_engine") is None:
         raise SettingsError(
@@ -161,8 +172,9 @@ SLOWER = {
     "full": 0.33,
     "optimizer_cpu_offload": 0.5,
 }
-"""Share by which a step takes longer for each doubling of a number of ranks, and for other settings. They only order
-layouts, and are estimates, except that recomputing all layers adds a third of a step's arithmetic.
+"""Share by which a step takes longer: for each doubling of the ranks that share something, and for other settings.
+Nothing here was measured; the numbers only put layouts in order. Recomputing all layers adds a third of a step's
+arithmetic (a second forward pass beside one forward and one backward pass, which costs two).
 """
 
 
@@ -195,11 +207,12 @@ class LayoutChoice:
     changes: Mapping[str, Any]
     """[trainer] settings that differ from those with which the search began."""
     memory: RankMemory
+    """Memory of the rank that takes the most."""
     slowdown: float
     """Estimated time of a step, where 1 is that of a rank alone with everything in its memory."""
 
     def fits(self, device_bytes: float) -> bool:
-        """Return whether a device of this memory can hold it."""
+        """Return whether a device of this memory holds it and leaves some free (USABLE)."""
         return self.memory.total <= USABLE * device_bytes
 
 
@@ -225,7 +238,9 @@ def find_layouts(
 
 
 def _changes(shape: ModelShape, world_size: int, node_size: int) -> Iterator[tuple[dict[str, Any], float]]:
-    """Yield settings of layouts, and the estimated time of a step."""
+    """Yield settings of layouts that this many ranks could take if the model allows it, and the estimated time of a
+    step.
+    """
     layers = range(shape.layers)
     modules = tuple(
         name
@@ -277,10 +292,11 @@ def check_memory(
         else "this fits: " + ", ".join(f"trainer.{name} = {toml(value)}" for name, value in fitting.changes.items())
     )
     raise SettingsError(
-        f"a rank needs about {needed.total / GB:.1f} GB and its device has {device_bytes / GB:.1f} GB (weights "
+        f"the trainer does not fit: a rank needs about {needed.total / GB:.1f} GB and its device has "
+        f"{device_bytes / GB:.1f} GB (weights "
         f"{needed.weights / GB:.1f}, gradients {needed.gradients / GB:.1f}, optimizer {needed.optimizer / GB:.1f}, "
         f"logits {needed.logits / GB:.1f}, activations of {models.tokens:,} tokens {needed.activations / GB:.1f}); "
-        f"{way_out}. `turnlog trainer plan` compares layouts"
+        f"{way_out}. `turnlog trainer plan` compares layouts, and trainer.device_memory_gb replaces the device's memory"
     )
 
 

@@ -25,7 +25,9 @@ class RankMemory:
     gradients: float
     optimizer: float
     logits: float
-    """Tensors of the loss beside activations: chunks of logits, and the gradient of the output layer."""
+    """Tensors of the loss beside activations: chunks of logits, and the gradient of the output layer. 0 if the peak is
+    not at the loss.
+    """
     activations: float
     """Results that the layers keep for the gradient, and the largest intermediate results of their backward pass."""
     host: float = 0.0
@@ -33,12 +35,12 @@ class RankMemory:
 
     @property
     def resident(self) -> float:
-        """Bytes that are taken all the time."""
+        """Bytes on the device that are taken between steps, too."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> float:
-        """Bytes on the device."""
+        """Bytes on the device at the peak."""
         return self.resident + self.logits + self.activations
 
 
@@ -56,13 +58,14 @@ def rank_memory(
 ) -> RankMemory:
     """Return the memory of the rank that takes the most.
 
-    `tokens` are those of the largest microbatch, `scored` those of them whose log-probs are computed (None: all).
+    `tokens` is the number of tokens of the largest microbatch, `scored` of those whose log-probs are computed (None:
+    all). `world_size` is the number of ranks, `device` the kind of device, cuda or cpu.
     `critic` adds a second model with its optimizer, `reference` frozen weights in host memory. `teacher` is a frozen
     model that is on the device while it computes log-probs.
     """
     stages = range(options.pipeline_parallel)
     found = [
-        _of_stage(shape, options, stage, tokens, world_size, tokens if scored is None else scored, critic, device)
+        _stage_memory(shape, options, stage, tokens, world_size, tokens if scored is None else scored, critic, device)
         for stage in stages
     ]
     most = max(found, key=lambda one: one.total)
@@ -81,15 +84,16 @@ def predicted_peak(
 ) -> int:
     """Return the bytes that torch should have allocated at the peak of a training step of the policy alone.
 
-    Compare with torch.cuda.max_memory_allocated; `tokens` are those of the largest microbatch.
+    Compare with torch.cuda.max_memory_allocated; `tokens` is the number of tokens of the largest microbatch.
     """
     return round(rank_memory(shape, options, tokens=tokens, world_size=world_size, device=device).total)
 
 
-def _of_stage(
+def _stage_memory(
     shape: ModelShape, options: MemoryOptions, stage: int, tokens: int, world_size: int, scored: int, critic: bool,
     device: str,
 ) -> RankMemory:  # fmt: skip
+    """Return the memory of a rank of a pipeline stage."""
     last = stage == options.pipeline_parallel - 1
     held = parameters(shape, options, stage)
     if critic:
@@ -116,7 +120,7 @@ def _of_stage(
 
 def _step_bytes(held: Sequence[Parameters], options: MemoryOptions, world_size: int) -> float:
     """Return the bytes of an optimizer step's intermediate results, while no activations are kept: Adam's for one
-    tensor, and the float32 copy of gradients that are not.
+    tensor, and float32 copies of gradients in another dtype.
     """
     copied = 0.0
     if not options.grad_reduce_in_fp32 and width(options) < WIDE:

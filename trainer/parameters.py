@@ -91,13 +91,14 @@ class MemoryOptions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Parameters of a rank that its ranks shard and train in the same way."""
+    """Parameters of a rank that are shared among ranks and trained in the same way."""
 
     count: int
+    """Number of parameters on the rank."""
     trained: int
     """Number of them that train."""
     expert: bool = False
-    """Whether they are experts', whose optimizer other ranks share."""
+    """Whether they are those of experts, whose optimizer is shared by other ranks than that of the rest."""
     wide: bool = False
     """Whether they are float32 in a bfloat16 model."""
     output: bool = False
@@ -131,7 +132,9 @@ def width(options: MemoryOptions) -> int:
 def parameters(
     shape: ModelShape, options: MemoryOptions, stage: int, *, lora_rank: int | None = None
 ) -> list[Parameters]:
-    """Return what a rank of a pipeline stage holds. `lora_rank` replaces that of the options."""
+    """Return the parameters that a rank of a pipeline stage holds, numbered from 0. `lora_rank` replaces that of the
+    options.
+    """
     rank = options.lora_rank if lora_rank is None else lora_rank
     found = list[Parameters]()
     for group in tensor_groups(shape):
@@ -159,17 +162,20 @@ def parameters(
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Tensors of equal name in equally many layers, or one tensor outside of them."""
+    """Tensors of one name and size, one or several in each of some layers, or one tensor outside of layers."""
 
     name: str
     """Name without the numbers of layer and expert."""
     layers: tuple[int, ...]
     """Layers that have one; empty outside of layers."""
     size: int
-    """Number of parameters of one layer's."""
+    """Number of parameters of one layer."""
     cut: int | None
+    """Dimension along which tensor-parallel ranks cut it; None if each holds it whole."""
     inputs: int
+    """Columns of the matrix; 0 if it is none."""
     outputs: int
+    """Rows of the matrix; 0 if it is none."""
     largest: int
     """Number of parameters of one tensor."""
 
@@ -215,7 +221,7 @@ def _layers_of_stage(layers: tuple[int, ...], total: int, stages: int, stage: in
 
 @functools.lru_cache(maxsize=32)
 def tensor_groups(shape: ModelShape) -> tuple[TensorGroup, ...]:
-    """Return the model's tensors, counted once, because a search for a layout looks at them often."""
+    """Return the model's tensors in groups. They are kept, because a search for a layout looks at them often."""
     layers: dict[tuple[str, tuple[int, ...]], dict[int, list[Tensor]]] = {}
     for tensor in family(shape.kind).tensors(shape):
         name, layer = _without_numbers(tensor.megatron)

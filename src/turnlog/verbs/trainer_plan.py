@@ -22,15 +22,22 @@ Examples:
   turnlog trainer plan --model models/Qwen3-8B --gpus 8 --gpu-memory 80
 """
 PLAN_EPILOG = """\
-The model folder needs only config.json. All numbers are GB (10^9 bytes) of the rank that takes the most:
+A rank is one process of the trainer with one GPU. The model folder needs only config.json. Memory is in GB (10^9
+bytes), at the peak of a step, of the rank that takes the most:
 
-  weights, gradients, optimizer   counted from the model's tensors: exact
-  logits                          one chunk of them, and the gradient of the output layer
-  activations                     what the layers keep of --tokens tokens for the backward pass
+  weight, grads, optim.   weights, gradients and optimizer, counted from the model's tensors: exact
+  logits                  one chunk of them, and the gradient of the output layer; 0 if the peak is elsewhere
+  activ.                  activations: what the layers keep of --tokens tokens for the backward pass
+  total                   the sum of these, on the GPU
+  host                    memory of the machine, for an offloaded optimizer or a reference model
 
-The layouts are those that fit into 95 % of the memory, the fastest by estimate first (time: 1 is one rank that has room
-for everything). TP, PP, CP, EP and DP are the numbers of ranks that share tensors, layers, tokens, experts and rows.
-The trainer refuses a layout that its GPUs cannot hold by the same numbers, before it starts ranks.
+TP, PP, CP, EP and DP are the numbers of ranks that share tensors, layers, tokens, experts and rows, the settings
+tensor_parallel, pipeline_parallel, context_parallel and expert_parallel; DP is what remains. recompute is what is
+computed again in the backward pass, off whether the optimizer is offloaded to host memory (optimizer_cpu_offload).
+
+The first line, without a time, has the layout of the settings, whether it fits or not. The others fit into 95 % of the
+memory, the fastest by estimate first. time is the estimate: 1 is one rank that has room for everything. Before it
+starts ranks, the trainer refuses a layout whose total exceeds the memory of its GPUs.
 
 Examples:
   turnlog trainer plan --model models/Qwen3-8B --gpus 8 --gpu-memory 80
@@ -38,10 +45,15 @@ Examples:
   turnlog trainer plan --model models/Qwen3-8B --gpus 1 --lora-rank 16
   turnlog trainer plan --settings run.toml --gpus 8             model, loss and reference of a run's settings
 
-Exit status: 0 if a layout fits, 1 if none does, 2 if the model cannot be read.
+Exit status: 0 if a layout fits, 1 if none does, 2 if the model or an argument cannot be used.
 """
 SHOWN = 8
 """Number of layouts that are shown."""
+COLUMNS = (
+    "TP", "PP", "CP", "EP", "DP", "recompute", "off", "weight", "grads", "optim.", "logits", "activ.", "total", "host",
+    "time",
+)  # fmt: skip
+"""Headers of the table, which is at most 80 characters wide."""
 PARTS = ("weights", "gradients", "optimizer", "logits", "activations", "total", "host")
 LAYOUT = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
 
@@ -55,30 +67,43 @@ def _arguments(verb: argparse.ArgumentParser) -> None:
         description="Compute what a rank of the trainer needs of its GPU's memory, and propose a layout.",
         epilog=PLAN_EPILOG,
     )
-    plan.add_argument("--model", type=Path, metavar="FOLDER", help="Hugging Face folder (default: [model] path)")
+    plan.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="Hugging Face folder of the model (default: [model] path)"
+    )
     for name, kind, metavar, default, what in (
-        ("gpus", _count, "N", 8, "GPUs of a node (default 8)"),
-        ("nodes", _count, "N", 1, "nodes (default 1)"),
-        ("gpu-memory", _positive, "GB", 80.0, "memory of a GPU (default 80)"),
+        ("gpus", _count, "N", 8, "GPUs of each node that train (default 8)"),
+        ("nodes", _count, "N", 1, "number of nodes (default 1)"),
+        ("gpu-memory", _positive, "GB", 80.0, "memory of a GPU in GB, 10^9 bytes (default 80)"),
         ("tokens", _count, "N", None, "tokens of a microbatch, or of the longest row if that is longer "
          "(default: [trainer] microbatch_tokens)"),
-        ("lora-rank", int, "N", None, "rank of low-rank adapters (default: [trainer] lora_rank)"),
-        ("algorithm", str, "NAME", None, "the loss; ppo trains a second model (default: [trainer] algorithm)"),
+        ("lora-rank", _rank, "N", None, "rank of low-rank adapters, 0 for none (default: [trainer] lora_rank)"),
+        ("algorithm", str, "NAME", None, "algorithm; ppo trains a second model (default: [trainer] algorithm)"),
     ):  # fmt: skip
         plan.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=what)
     plan.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="data type of parameters (default: [trainer] dtype)"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="data type of parameters (default: [trainer] dtype, or bfloat16 if that is auto)",
     )
     plan.add_argument(
-        "--reference", action="store_true", help="a reference model is in host memory (default: as [trainer] kl says)"
+        "--reference",
+        action="store_true",
+        help="keep a reference model in host memory (default: if [trainer] kl needs one)",
     )
     add_json(plan)
 
 
 def _count(text: str) -> int:
-    """Parse a positive number. Raises ArgumentTypeError."""
+    """Parse a whole number above 0. Raises ArgumentTypeError."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _rank(text: str) -> int:
+    """Parse a whole number. Raises ArgumentTypeError."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
     return int(text)
 
 
@@ -128,15 +153,17 @@ def _trainer(settings: Settings, arguments: argparse.Namespace) -> int:
     kind = f"adapters of rank {trainer.lora_rank}" if trainer.lora_rank else "all weights"
     say(
         f"{folder}: {shape.kind}, {count / 1e9:.2f} billion parameters, {kind} train in {trainer.dtype}",
-        f"{world} ranks of {arguments.gpu_memory:g} GB, microbatches of {models.tokens:,} tokens",
+        f"{world} GPU{'s' * (world > 1)} of {arguments.gpu_memory:g} GB, microbatches of {models.tokens:,} tokens; "
+        "memory in GB",
     )
     Terminal().print(_table(fitting[:SHOWN], given, trainer, world))
     for one in approximations(shape):
         say(f"approximate: {one}")
     if not fitting:
         least = min(found, key=lambda one: one.memory.total, default=None)
-        least_gb = "" if least is None else f"; the smallest needs {least.memory.total / GB:.1f} GB a rank"
-        say(f"no layout fits{least_gb}. Add GPUs, lower --tokens, or train adapters (--lora-rank 16)")
+        least_gb = "" if least is None else f"; the smallest needs {least.memory.total / GB:.1f} GB on each GPU"
+        adapters = "" if trainer.lora_rank else ", or train adapters (--lora-rank 16)"
+        say(f"no layout fits{least_gb}. Add GPUs, lower --tokens{adapters}")
         return ExitStatus.DIFFERS
     say("", *block)
     return ExitStatus.DONE
@@ -170,8 +197,8 @@ def _in_gb(memory: RankMemory) -> dict[str, float]:
 def _table(shown: list[LayoutChoice], given: RankMemory, trainer: TrainerSettings, world: int) -> Table:
     from rich.table import Table
 
-    table = Table("TP", "PP", "CP", "EP", "DP", "recompute", "offload", *PARTS, "time")
-    _add_row(table, trainer, given, world, "as set")
+    table = Table(*COLUMNS, box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    _add_row(table, trainer, given, world, "-")
     for one in shown:
         _add_row(table, dataclasses.replace(trainer, **one.changes), one.memory, world, f"{one.slowdown:.2f}")
     return table
@@ -180,7 +207,7 @@ def _table(shown: list[LayoutChoice], given: RankMemory, trainer: TrainerSetting
 def _add_row(table: Table, trainer: TrainerSettings, memory: RankMemory, world: int, time: str) -> None:
     ranks = [getattr(trainer, name) for name in LAYOUT]
     again = " ".join(trainer.recompute_modules) if trainer.recompute == "selective" else trainer.recompute
-    offload = "optimizer" if trainer.optimizer_cpu_offload else "none"
+    offload = "yes" if trainer.optimizer_cpu_offload else "no"
     rows = world / (ranks[0] * ranks[1] * ranks[2])
     numbers = [f"{value:.1f}" for value in _in_gb(memory).values()]
     table.add_row(*map(str, ranks), f"{rows:g}", again, offload, *numbers, time)
@@ -201,4 +228,4 @@ def _block(best: LayoutChoice, trainer: TrainerSettings, models: TrainedModels, 
     return ["[trainer]", *(f"{name} = {toml(value)}" for name, value in values.items())]
 
 
-VERBS = (Verb("trainer", "plan the memory of the trainer's ranks", _trainer, _arguments),)
+VERBS = (Verb("trainer", "plan the memory of the trainer's GPUs", _trainer, _arguments),)
