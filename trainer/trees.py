@@ -1,9 +1,9 @@
 """Trees of rows: a token that several rows begin with is computed once.
 
 The rows of a group begin with the same prompt, and those of a session with the same turns. A microbatch may hold such
-rows as a tree (models.tree). The model sees nothing else of it: its hidden states are then laid out by row again, so
-that objectives see rows as if each were computed alone, and gradients of a shared token sum over the rows. The log-prob
-of a token that trains in several rows is computed once.
+rows as a tree (models.tree). Only attention and positions depend on that. The model's hidden states are then laid out
+by row again, so that objectives see rows as if each were computed alone, and the gradient of a shared token is the sum
+over its rows. The log-prob of a token that trains in several rows is computed once.
 
 The plan is a pure function of token ids, recorded experts, data-parallel size and limits, as is that of rows.
 """
@@ -48,14 +48,15 @@ from turnlog.trainer.plan import LearnerOptions
 
 log = logging.getLogger(__name__)
 LEAST_SHARED = 16
-"""Rows with fewer tokens in common are computed apart, so that all rows of a batch do not become one tree by the first
-tokens of a chat template.
+"""Number of tokens: rows with fewer in common are computed apart, so that the first tokens of a chat template do not
+make one tree of all rows of a batch.
 """
 WORTH = 0.95
-"""Trees are taken below this share of the cost of separate rows, since they copy keys and values of what is shared."""
+"""Share of the cost of separate rows below which trees are taken. They copy keys and values of what is shared, which
+the cost leaves out."""
 PARTS = (1, 2, 4)
-"""Trees are cut into parts that cost at most 1 / (ranks x one of these) of the batch, or not at all: smaller parts are
-balanced better, and larger ones share more.
+"""Plans are compared whose trees are cut into parts that cost at most 1 / (ranks x one of these) of the batch, or not
+at all. Smaller parts are balanced better, and larger ones share more.
 """
 
 
@@ -81,8 +82,8 @@ def worthwhile_trees(
     kinds: Sequence[bool],
     alone: int,
 ) -> TreePlan | None:
-    """Return microbatches of rows that share prefixes, or None if these rows cannot be computed so, are not to be, or
-    cost about as much as `alone`, the cost of a plan without trees.
+    """Return microbatches of rows that share prefixes. Return None if prefix_sharing is off, if something prevents it
+    (`obstacle`), or if trees cost about as much as `alone`, the cost of a plan without them.
     """
     if options.prefix_sharing == "off":
         return None
@@ -94,7 +95,7 @@ def worthwhile_trees(
 
 
 def obstacle(shape: ModelShape, options: LearnerOptions, rows: BatchRows) -> str | None:
-    """Return why these rows cannot be computed as trees, None if they can. The same on every rank."""
+    """Return why these rows cannot be computed as trees, None if they can. Every rank finds the same."""
     if options.packing == "off":
         return "trainer.packing is off"
     if options.context_parallel > 1:

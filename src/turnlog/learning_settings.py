@@ -67,16 +67,16 @@ class LearningSettings:
     importance_high: Bound = 2.0
     """Upper bound of the importance weight."""
     normalize_importance: bool = False
-    """Whether importance weights within their bounds are divided by their mean over the batch, so that the mean is 1:
-    over tokens or, at another level than token, over trajectories."""
+    """Whether importance weights, limited to their bounds, are divided by their mean over the batch, so that the mean
+    becomes 1. The mean is over tokens or, if importance_level is not token, over trajectories."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
     """Estimator of the KL divergence from the reference model; none computes no divergence."""
     kl_coefficient: Bound = 0.0
     """Coefficient of the KL divergence; at 0 it is only measured."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Place of the KL divergence. loss: added to the loss of each token. reward: subtracted from the reward of each
-    trajectory before the estimator compares it with others; under one that compares none, from the advantage of each
-    token, summed from it to the end of its segment."""
+    trajectory before the estimator compares it with others; under an estimator that compares none, subtracted from the
+    advantage of each token, summed from the token to the end of its segment."""
     reference: str = ""
     """Hugging Face folder of the reference model; empty means the weights that training began with."""
     teacher: str = ""
@@ -169,9 +169,9 @@ def check_learning(settings: object, learning: LearningSettings, source: str) ->
     if in_reward and transforms and value_in(settings, "fold.estimator") == "grpo":
         raise SettingsError(
             f"{source}: trainer.kl_in is reward, fold.estimator is grpo and fold.reward_transforms is "
-            f"{', '.join(transforms)}: the deviation is that of transformed rewards less their divergence, and batches "
-            "have the rewards before they are transformed; set trainer.kl_in to loss, fold.estimator to dr_grpo or "
-            "rloo, or transform rewards in the verifier"
+            f"{', '.join(transforms)}: grpo divides by the standard deviation of transformed rewards less their "
+            "divergence, but batches have the rewards before they are transformed; set trainer.kl_in to loss, "
+            "fold.estimator to dr_grpo or rloo, or transform rewards in the verifier"
         )
 
 

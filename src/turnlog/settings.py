@@ -186,10 +186,10 @@ class EngineSettings:
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of embedded engines."""
     gpus: Count = 1
-    """GPUs of each embedded engine with device cuda, which share its model (SGLang's --tp-size)."""
+    """Number of GPUs of each embedded engine with device cuda, which share its model (SGLang's --tp-size)."""
     first_gpu: Amount = 0
-    """Number of the first GPU on this machine that embedded engines take: engine-0 takes it and those that follow up to
-    engine.gpus, engine-1 the next ones. The trainer's ranks take GPUs from 0."""
+    """Number of the first GPU on this machine that embedded engines take. engine-0 takes engine.gpus GPUs from it on,
+    engine-1 the next ones, and so on. The trainer's ranks take GPUs from 0."""
     dtype: Literal["float32", "bfloat16", "float16", "half", "float", "auto"] = "float32"
     """--dtype of embedded engines; auto takes the type from the model folder."""
     context: Count = 512
@@ -447,36 +447,38 @@ class TrainerSettings(LearningSettings):
     """full: keep only the inputs of each layer and recompute the rest in the backward pass, which saves memory.
     selective: recompute only `recompute_modules`. none: keep all activations."""
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] = ("core_attn",)
-    """Modules that `recompute = "selective"` recomputes. core_attn: attention between its matrices. mlp: dense
-    feed-forward layers. moe: mixtures of experts with their router. shared_experts: of these only the layer that every
-    token passes."""
+    """Modules that `recompute = "selective"` recomputes. core_attn: attention without its projections. mlp: dense
+    feed-forward layers. moe: mixtures of experts with their router. shared_experts: only the shared expert of a
+    mixture, which every token passes."""
     grad_reduce_in_fp32: bool = True
     """Whether gradients are summed over microbatches and ranks in float32. false: in the data type of the parameters,
     which halves the gradients of a bfloat16 model and rounds their sums."""
     overlap_grad_reduce: bool = False
     """Whether ranks sum gradients while the backward pass of the last microbatch is still running."""
     overlap_param_gather: bool = False
-    """Whether ranks gather updated weights while the next forward pass is already running. It needs
-    overlap_grad_reduce."""
+    """Whether ranks gather the weights that other ranks updated while the next forward pass is already running. It
+    needs overlap_grad_reduce."""
     optimizer_cpu_offload: bool = False
-    """Whether the state of the optimizer lies in host memory, where the CPU updates it. It needs a GPU."""
+    """Whether the optimizer's float32 weights and moments are in host memory, where the CPU updates them. It needs a
+    GPU and dtype bfloat16."""
     optimizer_offload_fraction: Share = 1.0
-    """Share of the parameters whose optimizer state is offloaded."""
+    """Share of the parameters whose part of the optimizer optimizer_cpu_offload puts into host memory."""
     use_precision_aware_optimizer: bool = False
-    """Whether Adam keeps its moments in bfloat16, and of the float32 weights only what bfloat16 lacks. It needs
-    TransformerEngine and dtype bfloat16."""
+    """Whether Adam keeps its moments in bfloat16, and of each float32 weight only the 16 bits that its bfloat16 copy
+    lacks. It needs a GPU, TransformerEngine and dtype bfloat16."""
     device_memory_gb: Annotated[float, Meta(ge=0, le=10_000)] = 0.0
-    """Memory of a rank's device in GB, which the trainer compares with its prediction before it starts ranks (`turnlog
-    trainer plan`). 0: that of the local GPU; on a CPU nothing is compared."""
+    """Memory of a rank's GPU in GB (10^9 bytes). The trainer starts no ranks if it predicts that they need more
+    (`turnlog trainer plan`). 0: that of the trainer's own GPU, and no check if ranks are on Ray. Without a GPU nothing
+    is checked."""
     fused: bool = True
-    """Whether elementwise work of layers (norms of queries and keys, rotary positions, SwiGLU, Adam on CUDA) is done in
-    few passes over memory. false: by Megatron's and torch's own functions, for comparison."""
+    """Whether elementwise work (norms of queries and keys, rotary positions, SwiGLU, Adam on CUDA) takes few passes
+    over memory. false: Megatron's and torch's own functions do it, for comparison."""
     compiled: Literal["auto", "off"] = "auto"
-    """auto: on CUDA, torch.compile makes one kernel of each fused function and of the passes over logits, which takes
-    up to a minute of the first step. off: they run as separate kernels."""
+    """Whether torch.compile makes one kernel of each fused function and of each pass over logits. auto: on CUDA, which
+    takes up to a minute in the first step. off: each operation is a kernel."""
     entropy: bool = True
-    """Whether each step reports the mean entropy of the policy, which costs no pass over the logits of its own and no
-    memory. false: only steps that train on it or write a token file compute it; StepCompleted then has null."""
+    """Whether each step reports the mean entropy of the policy, which takes no further pass over the logits and no
+    memory. false: only steps that train on it or write a token file compute it; StepCompleted has null otherwise."""
     lora_rank: Amount = 0
     """Rank of low-rank adapters in attention and dense layers, which are then all that is trained; 0 trains every
     weight."""
@@ -504,11 +506,11 @@ class TrainerSettings(LearningSettings):
     threads: Count = 2
     """Torch threads per rank on CPU."""
     collective_timeout_s: Seconds = 600.0
-    """Seconds that a rank waits for the others within a step, a save or an export, after which the trainer ends and
-    starts again. It must exceed the longest difference between two ranks' steps."""
+    """Seconds that a rank waits for another one within a step, a save or an export. Then the trainer ends, and is
+    started again. Set it above the longest time by which one rank may be behind another."""
     deterministic: bool = False
     """Whether ranks on CUDA use deterministic kernels alone, which are slower: steps that are taken again then have the
-    same losses bit for bit, as they always have on a CPU."""
+    same losses bit for bit, as they always have on a CPU. An operation without such a kernel is an error."""
     microbatch_tokens: Count = 8192
     """Maximum tokens of a microbatch on one rank, padding included; a longer row forms a microbatch of its own. Lower
     it if memory runs out."""
@@ -516,8 +518,8 @@ class TrainerSettings(LearningSettings):
     """Whether to concatenate the rows of a microbatch, so that no padding is computed. auto: if that is faster than
     padding them to the longest row."""
     prefix_sharing: Literal["auto", "off"] = "auto"
-    """auto: compute a token once that several rows begin with (the prompt of a group, the turns before a branch of a
-    session), if that is faster. off: compute every row alone."""
+    """Whether tokens with which several rows begin (the prompt of a group, the turns before a branch of a session) are
+    computed once. auto: where that is faster by estimate. off: every row is computed alone."""
     learning_rate: Annotated[float, Meta(ge=0, le=10)] = 0.0
     """Learning rate of the first step after the warm-up. 0: 1e-6, or 8e-4 if model.path is empty, for the tiny model of
     an environment."""
@@ -537,8 +539,8 @@ class TrainerSettings(LearningSettings):
     clip_grad: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
     """Maximum global norm of a gradient; 0 does not clip."""
     moe_aux_loss_coeff: Annotated[float, Meta(ge=0, le=10)] = 0.0
-    """Weight of the load-balancing loss of a mixture's routers, summed over layers, beside a loss per trained token; 0:
-    none. Pretraining takes 0.001 to 0.01."""
+    """Coefficient of the load-balancing loss of a mixture's routers, which is summed over layers and averaged over
+    microbatches by their tokens. 0: no such loss. Pretraining takes 0.001 to 0.01."""
     token_files_every: Amount = 0
     """Steps between token files: log-probs, entropies, ratios and advantages of the trained tokens, stored beside the
     batch file. The first step always writes one. 0 writes none."""

@@ -1,9 +1,10 @@
 """Choice of the tokens of a batch whose log-prob and advantage vary together (arXiv 2505.22617).
 
-These tokens drive the entropy of the policy down: likely ones that are rewarded. The covariance of a token is (A - mean
-A) (p - mean p) over all trained tokens of the batch, on whatever ranks they are. Each rank therefore computes it from
-the columns of the whole batch, in float64, and finds the same tokens. What is random depends on the seed and the number
-of the batch alone, so that a re-run chooses the same tokens.
+Training on these tokens lowers the entropy of the policy: likely ones with a high advantage, and unlikely ones with a
+low one. The covariance of a token is (A - mean A) (p - mean p), with means over all trained tokens of the batch, on
+whatever ranks they are. Each rank therefore computes it from the columns of the whole batch, in float64, and finds the
+same tokens. Random numbers depend on the seed and the number of the batch alone, so that a step that is taken again
+chooses the same tokens.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ class BatchTokens:
     """Number of the batch."""
 
 
-def among_bounds(tokens: BatchTokens, share: float, low: float, high: float) -> Mask:
-    """Return [T] the tokens that clip-cov takes out: at random `share` of the batch's tokens, at least one, among those
-    whose covariance is between the bounds and that the clip of the ratio leaves in.
+def choose_between_bounds(tokens: BatchTokens, share: float, low: float, high: float) -> Mask:
+    """Return [T] the tokens whose loss clip-cov sets to 0: `share` of the batch's tokens, at least one, at random among
+    those whose covariance is between `low` and `high` and whose ratio is not clipped already (all of them, if they are
+    fewer).
 
     Each token draws a number, and those with the smallest numbers are taken: one token more between the bounds changes
-    one choice.
+    at most one choice.
     """
     ratio = np.exp((tokens.current.astype("f8") - tokens.old).clip(-20.0, 20.0))
     free, bounded = (one * tokens.advantages for one in (ratio, ratio.clip(1.0 - tokens.low, 1.0 + tokens.high)))
@@ -53,16 +55,16 @@ def among_bounds(tokens: BatchTokens, share: float, low: float, high: float) -> 
     return _mask(tokens, among[np.argsort(drawn[among], kind="stable")], share)
 
 
-def greatest(tokens: BatchTokens, share: float, coefficient: float) -> Mask:
-    """Return [T] the tokens on which kl-cov charges a divergence: `share` of the batch's tokens, at least one, of the
-    greatest covariance.
+def choose_greatest(tokens: BatchTokens, share: float, coefficient: float) -> Mask:
+    """Return [T] the tokens on which kl-cov charges a divergence: `share` of the batch's tokens, at least one, those
+    with the greatest covariance. `coefficient`, the loss's own argument, has no part in the choice.
     """
     covariance = np.where(tokens.counted, _covariances(tokens), -np.inf)
     return _mask(tokens, np.argsort(-covariance, kind="stable")[: int(tokens.counted.sum())], share)
 
 
 def _covariances(tokens: BatchTokens) -> NDArray[np.float64]:
-    """Return [T] the part of each token in the covariance; 0 for tokens that do not count."""
+    """Return [T] the covariance of each token; 0 for tokens that do not count."""
     found = np.zeros(len(tokens.counted))
     if tokens.counted.any():
         columns = (one[tokens.counted].astype("f8") for one in (tokens.advantages, tokens.current))

@@ -32,7 +32,7 @@ from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.batches.weighting import Whitening
 from turnlog.processors.core.methods.rules import split
 from turnlog.settings import SettingsError
-from turnlog.trainer.algorithms.covariance import among_bounds, greatest
+from turnlog.trainer.algorithms.covariance import choose_between_bounds, choose_greatest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,7 +322,7 @@ def cispo_loss(tokens: Tokens, clip: Clip) -> TokenLoss:
 
 
 def clip_cov_loss(tokens: Tokens, clip: Clip, share: float, low: float, high: float) -> TokenLoss:
-    """Return PPO's surrogate, and 0 for the tokens that `among_bounds` chose (clip-cov, arXiv 2505.22617)."""
+    """Return PPO's surrogate, and 0 for the tokens that `choose_between_bounds` chose (clip-cov, arXiv 2505.22617)."""
     assert tokens.chosen is not None
     found = clipped_surrogate(tokens, clip)
     value = torch.where(tokens.chosen, 0.0, found.value)
@@ -330,7 +330,7 @@ def clip_cov_loss(tokens: Tokens, clip: Clip, share: float, low: float, high: fl
 
 
 def kl_cov_loss(tokens: Tokens, clip: Clip, share: float, coefficient: float) -> TokenLoss:
-    """Return -r A, plus coefficient x |log r| for the tokens that `greatest` chose (kl-cov, arXiv 2505.22617)."""
+    """Return -r A, plus coefficient x |log r| for the tokens of `choose_greatest` (kl-cov, arXiv 2505.22617)."""
     assert tokens.chosen is not None
     value = -bounded_ratio(tokens.logprobs, tokens.old) * tokens.advantages
     charged = torch.where(tokens.chosen, coefficient * (tokens.logprobs - tokens.old).abs(), 0.0)
@@ -429,8 +429,8 @@ BUILT_IN = {
         Algorithm("gspo", by_sequence, by_trajectory=True, zero_at_zero=True),
         Algorithm("sapo", soft, {"positive": 1.0, "negative": 1.05}, fault_of_sharpness, zero_at_zero=True),
         Algorithm("cispo", cispo_loss, zero_at_zero=True),
-        Algorithm("clip_cov", clip_cov_loss, CLIP_COV, fault_of_clip_cov, among_bounds, zero_at_zero=True),
-        Algorithm("kl_cov", kl_cov_loss, {"share": 0.0002, "coefficient": 1.0}, fault_of_kl_cov, greatest),
+        Algorithm("clip_cov", clip_cov_loss, CLIP_COV, fault_of_clip_cov, choose_between_bounds, zero_at_zero=True),
+        Algorithm("kl_cov", kl_cov_loss, {"share": 0.0002, "coefficient": 1.0}, fault_of_kl_cov, choose_greatest),
         Algorithm("dppo_tv", within_total_variation, TOTAL_VARIATION, fault_of_divergence, zero_at_zero=True),
         Algorithm("dppo_kl", within_binary_divergence, BINARY_DIVERGENCE, fault_of_divergence, zero_at_zero=True),
         Algorithm("ppo", clipped_surrogate, critic=True),

@@ -15,7 +15,7 @@ from turnlog.settings import SettingsError
 
 Compare = Callable[[Sequence[float]], Advantages]
 """An estimator of the rewards of one group."""
-CENTRES: Mapping[str, Compare] = {"dr_grpo": dr_grpo, "rloo": rloo, "reinforce_pp_baseline": dr_grpo}
+CENTRING: Mapping[str, Compare] = {"dr_grpo": dr_grpo, "rloo": rloo, "reinforce_pp_baseline": dr_grpo}
 """Estimators that subtract a mean over the group, before any whitening, and divide by no deviation."""
 
 
@@ -30,7 +30,8 @@ def sum_by_trajectory(rows: BatchRows, values: NDArray[np.floating]) -> NDArray[
 def subtract_from_rewards(
     rows: BatchRows, penalty: NDArray[np.float64], whitening_std: float | None, estimator: str, std_ddof: int
 ) -> NDArray[np.float64]:
-    """Return [T] the advantages of rewards less `penalty` [T], the divergence of each trained token.
+    """Return [T] the advantages of rewards from which the divergence is subtracted: `penalty` [T], that of each trained
+    token times its coefficient.
 
     Under an estimator that compares trajectories, the reward of a trajectory is reduced by the divergence of all of its
     tokens, before baseline and deviation are computed over the trajectories in the batch (RLOO, arXiv 2402.14740).
@@ -45,8 +46,8 @@ def subtract_from_rewards(
         _check_one_reward_each(rows)
         deviating = functools.partial(grpo, ddof=std_ddof)
         advantages = np.repeat(_compare_by_group(rows, rows.rewards - whole, deviating), rows.lengths)
-    elif estimator in CENTRES:  # linear: f(r - d) = f(r) - f(d)
-        advantages -= np.repeat(_compare_by_group(rows, whole, CENTRES[estimator]), rows.lengths)
+    elif estimator in CENTRING:  # linear: f(r - d) = f(r) - f(d)
+        advantages -= np.repeat(_compare_by_group(rows, whole, CENTRING[estimator]), rows.lengths)
     else:
         parts = np.split(penalty, rows.starts[1:])
         advantages -= np.concatenate([np.cumsum(part[::-1])[::-1] for part in parts])
@@ -57,7 +58,9 @@ def subtract_from_rewards(
 
 
 def _compare_by_group(rows: BatchRows, values: NDArray[np.float64], compare: Compare) -> NDArray[np.float64]:
-    """Return [n] the advantages of the trajectories of each group, whose `values` [n] are repeated at their rows."""
+    """Return [n] the advantage of each row's trajectory within its group. `values` [n] is the value of each row's
+    trajectory, the same at all of its rows.
+    """
     members: dict[str, dict[str, float]] = {}
     for group, session, value in zip(rows.group_ids, rows.session_ids, values.tolist(), strict=True):
         members.setdefault(group, {})[session] = value
@@ -70,11 +73,12 @@ def _compare_by_group(rows: BatchRows, values: NDArray[np.float64], compare: Com
 
 
 def _check_one_reward_each(rows: BatchRows) -> None:
+    """Raises SettingsError if the rows of a session have different rewards."""
     rewards: dict[str, float] = {}
     for session, reward in zip(rows.session_ids, rows.rewards.tolist(), strict=True):
         if rewards.setdefault(session, reward) != reward:
             raise SettingsError(
                 f"trainer.kl_in is reward and fold.estimator is grpo, but session {session} has players with rewards "
-                "of their own, whose deviation the trainer does not know: set trainer.kl_in to loss, or fold.estimator "
-                "to dr_grpo or rloo"
+                "of their own: grpo divides by the standard deviation of each player's rewards, and rows name no "
+                "player; set trainer.kl_in to loss, or fold.estimator to dr_grpo or rloo"
             )

@@ -1,7 +1,8 @@
-"""Checkpoints by place of experts that had parameters of their own, before a layer's were stacked (models/mixture.py).
+"""Loading of older checkpoints, in which each expert had parameters of its own.
 
-By place, each rank writes the slice of the buffer of parameters that it updates, and one key holds a bucket of that
-buffer. Stacked experts lie elsewhere in it than single ones did. All other keys are the same in both forms.
+Now the experts of a layer are stacked in two parameters (models/mixture.py). That matters where checkpoints are by
+place (state.BY_PLACE): each rank writes the slice of the optimizer's buffer that it updates, and one key holds a bucket
+of that buffer, in which stacked experts lie elsewhere than single ones did. All other keys are the same in both forms.
 """
 
 from __future__ import annotations
@@ -15,18 +16,17 @@ from turnlog.trainer import mcore
 from turnlog.trainer.models.mixture import GroupedExperts
 
 ALIGNMENT = 64
-"""Number of elements of which the start of each parameter in a bucket is a multiple, in Megatron's distributed
-optimizer."""
+"""Number of elements of which each parameter's start in a bucket is a multiple (Megatron's distributed optimizer)."""
 
 
 def stacked_parameters(model: Any) -> dict[Any, int]:
-    """Return parameter -> number of its layer, for those that hold several experts."""
+    """Return parameter -> number of its mixture, counted from 0, for the parameters that hold stacked experts."""
     layers = [module for module in model.modules() if isinstance(module, GroupedExperts)]
     return {parameter: layer for layer, module in enumerate(layers) for parameter in module.parameters()}
 
 
 def read_single_experts(held: dict[Any, Any], model: Any, optimizer: Any) -> None:
-    """Let the sharded state of an optimizer take what it loads from where single experts lay."""
+    """Change the sharded state `held` of an optimizer so that it loads stacked experts from where single ones lay."""
     optimizers, stacked = optimizer.chained_optimizers, stacked_parameters(model)
     for place, one in enumerate(optimizers):
         state = held if len(optimizers) == 1 else held[place]

@@ -1,9 +1,9 @@
-"""Elementwise work of a layer as few passes over memory: heads with norm and rotary positions, SwiGLU, norms around
-zero.
+"""Elementwise work of a layer in few passes over memory: heads with norm and rotary positions, SwiGLU, and norms whose
+stored scale is around zero.
 
 Each is an autograd function whose forward and backward pass are plain functions of tensors that compute in float32.
-They keep their input alone for the gradient. On CUDA torch.compile makes one kernel of each (`Compiled`); elsewhere,
-and where it fails, they run as they are written.
+They keep only their input for the gradient. On CUDA torch.compile makes one kernel of each (`Compiled`); elsewhere, and
+where that fails, they run as they are written.
 
 Formulas: RMSNorm (Zhang and Sennrich 2019), rotary positions (Su et al. 2021), SwiGLU (Shazeer 2020).
 """
@@ -62,7 +62,7 @@ class Compiled:
 
 
 NAMES = ("heads", "swiglu", "norms", "logprobs")
-"""Names of what is compiled, for LearnerOptions.compiled."""
+"""Names of the parts that can be compiled, for LearnerOptions.compiled."""
 
 
 def compiled_parts(setting: str, device: str) -> frozenset[str]:
@@ -77,19 +77,20 @@ def compiled_parts(setting: str, device: str) -> frozenset[str]:
 
 
 def is_fused(config: Any, name: str, dtype: torch.dtype) -> bool:
-    """Whether layers of this TransformerConfig do the work called `name` by this module: its attribute `fused` is set,
-    and the work is compiled or the dtype float32, to which each operator would otherwise convert."""
+    """Return whether layers of this TransformerConfig do the work called `name` by this module: its attribute `fused`
+    is set, and the work is compiled or the dtype is float32. In another dtype and uncompiled, each operator here would
+    convert to float32 first."""
     return getattr(config, "fused", True) and (is_compiled(config, name) or dtype is torch.float32)
 
 
 def is_compiled(config: Any, name: str) -> bool:
-    """Whether one of NAMES is compiled: the TransformerConfig's attribute `compiled` has them."""
+    """Return whether one of NAMES is compiled: the TransformerConfig's attribute `compiled` has those that are."""
     return name in getattr(config, "compiled", ())
 
 
 def rotary_table(angles: torch.Tensor, factor: float = 1.0, *, interleaved: bool = False) -> torch.Tensor:
-    """Return what `rotate` multiplies by, [..., 2 d] float32, from angles [..., d], equal for the two dimensions that
-    rotate together: neighbours if `interleaved`, else those half of d apart.
+    """Return the table that `rotate` multiplies by, [..., 2 d] float32, from angles [..., d] in radians. The two
+    dimensions that rotate together have the same angle: neighbours if `interleaved`, else those half of d apart.
 
     The first d are factor x cos, the others factor x sin, with the sign of the dimension that they are added to.
     """

@@ -1,11 +1,11 @@
 """Mixture of experts whose products are grouped: two matrix products per layer, whatever the number of experts.
 
 Megatron's SequentialMLP has a module per expert, about 32 kernel launches each, and reads the number of tokens per
-expert on the host. Here the matrices of all experts are one parameter, and the rows of each expert end where a tensor
-on the device says. Without expert parallelism a layer reads nothing on the host; with it, once, the sizes of the
-exchange between ranks.
+expert on the host. Here each of the two matrices of all experts is one parameter, and a tensor on the device says where
+the rows of each expert end. Without expert parallelism the host reads nothing from the device; with it, the sizes of
+the exchange between ranks, once in each layer.
 
-The rows of a checkpoint are the same in both forms, except where each rank writes the slice of the optimizer that it
+The keys of a checkpoint are the same in both forms, except where each rank writes the slice of the optimizer that it
 updates (checkpoints/state.py).
 """
 
@@ -24,7 +24,7 @@ GROUPED: Callable[..., torch.Tensor] | None = getattr(functional, "grouped_mm", 
 """torch's grouped product: one kernel for bfloat16 on devices of compute capability 9.0 and later, and elsewhere a loop
 behind one call."""
 ALIGNMENT = 16
-"""Number of bytes of which the grouped product wants each row to be a multiple."""
+"""Number of bytes of which the size of each row must be a multiple in torch's grouped product."""
 
 
 def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ class GroupedExperts(mcore.MegatronModule):  # type: ignore[misc]
 
 
 class _Spread(torch.autograd.Function):
-    """Rows [tokens k, h] of tokens [tokens, h], each in k places; its gradient is the sum over these."""
+    """Copy of tokens [tokens, h] into rows [tokens k, h], each to k places; its gradient is the sum over these."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, order: RowOrder) -> torch.Tensor:

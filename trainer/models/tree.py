@@ -1,9 +1,11 @@
 """Attention of rows that share prefixes: each token is computed once, and attends to its ancestors alone.
 
-A tree lies in depth-first order: the own tokens of a row follow those of the row before, of which it continues some.
-So every token's descendants lie directly behind it, and token j is an ancestor of i, or i itself, where
+The ancestors of a token are the tokens before it in its row. The own tokens of a row are those that it does not share
+with the row before it. A tree lies in depth-first order: the own tokens of each row follow those of the row before. So
+every token's descendants lie directly behind it, and token j is an ancestor of i, or i itself, where
 j <= i < end of j's descendants. FlexAttention takes that as its mask on CUDA. Elsewhere the own tokens of each row take
-one call, with the keys on the row's path. AReaL, NeMo Automodel and verl train trees of rollouts under such a mask.
+one call, with the keys of the whole row (its path). AReaL, NeMo Automodel and verl train trees of rollouts under such a
+mask.
 """
 
 from __future__ import annotations
@@ -55,10 +57,11 @@ class PrefixTree:
     def branch_tensors(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield the own queries of each branch, and the keys and values of its whole path, of [t, h, d] x 3.
+        """Yield the own queries of each branch, and the keys and values of its whole path, from those of the tree,
+        [t, h, d] x 3.
 
-        What is computed of them before the next ones are taken holds no copy of keys and values for the gradient: the
-        backward pass joins them again.
+        Compute with them before taking the next ones: no copy of the joined keys and values is then kept for the
+        gradient, because the backward pass joins them again.
         """
         queries = torch.split(query, [branch.size for branch in self.branches])
         cut = [torch.split(x, list(self.pieces)) for x in (key, value)]
@@ -121,8 +124,8 @@ def _unpack(kept: torch.Tensor | _View) -> torch.Tensor:
 
 
 def grow_tree(own: Sequence[int], shared: Sequence[int], device: torch.device) -> tuple[PrefixTree, torch.Tensor]:
-    """Return the tree of rows of which each has `own` tokens behind `shared` ones of the row before, and where the
-    tokens of all rows, one row after the other, lie in it: [sum of own + shared] int64 on the CPU.
+    """Return the tree of rows, each of which has `own` tokens behind `shared` ones of the row before. Also return the
+    places in the tree of the tokens of all rows, one row after the other: [sum of own + shared] int64 on the CPU.
     """
     paths, places, path, at = list[list[Span]](), list[torch.Tensor](), list[Span](), 0
     depths, ends, before = (

@@ -16,19 +16,19 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPrefixes:
-    """The rows of a batch as a forest: each row follows its parent for some tokens, and has its own tokens then."""
+    """The rows of a batch as a forest: each row begins with tokens of its parent, behind which it has its own."""
 
     parents: NDArray[np.int32]
-    """[n] index of a row before this one, with which it shares its longest prefix; the first of several. -1: it shares
-    its first token with none.
+    """[n] int32, index of a row before this one with which it has the longest prefix in common; the first of several.
+    -1: it shares its first token with none.
     """
     lengths: NDArray[np.int32]
-    """[n] number of tokens that a row shares with its parent; 0 without a parent."""
+    """[n] int32, number of tokens that a row shares with its parent; 0 without a parent."""
 
 
 @dataclass(slots=True)
 class _Node:
-    """Tokens of a row from the end of the node above to `end`."""
+    """Neighbouring tokens of a row: from the end of the node above to `end`."""
 
     row: int
     """The first row that has these tokens."""

@@ -14,7 +14,7 @@ from tests.fakes.batches import synthetic_rows
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.batches.weighting import Whitening, whitening
 from turnlog.settings import SettingsError, from_tables
-from turnlog.trainer.algorithms.covariance import BatchTokens, among_bounds, greatest
+from turnlog.trainer.algorithms.covariance import BatchTokens, choose_between_bounds, choose_greatest
 from turnlog.trainer.algorithms.objective import ForwardPassResults, PolicyGradient
 from turnlog.trainer.algorithms.tokens import BUILT_IN
 from turnlog.trainer.plan import learning_plan
@@ -38,19 +38,19 @@ def places(mask: Any) -> list[int]:
 def test_kl_cov_takes_the_tokens_of_the_greatest_covariance() -> None:
     ranked = sorted(range(6), key=lambda place: -COVARIANCES[place])
     for count in range(1, 7):
-        assert places(greatest(tokens(), count / 6 + 1e-9, 1.0)) == sorted(ranked[:count])
-    assert places(greatest(tokens(), 0.0002, 1.0)) == [0]
+        assert places(choose_greatest(tokens(), count / 6 + 1e-9, 1.0)) == sorted(ranked[:count])
+    assert places(choose_greatest(tokens(), 0.0002, 1.0)) == [0]
 
 
 def test_clip_cov_takes_tokens_between_its_bounds_that_the_ratio_leaves_in() -> None:
-    assert places(among_bounds(tokens(), 1.0, 1.0, 5.0)) == [0, 5]
-    assert places(among_bounds(tokens(), 1.0, -1.0, 1.0)) == [1, 4]
-    assert places(among_bounds(tokens(), 1.0, 2.0, 5.0)) == []
+    assert places(choose_between_bounds(tokens(), 1.0, 1.0, 5.0)) == [0, 5]
+    assert places(choose_between_bounds(tokens(), 1.0, -1.0, 1.0)) == [1, 4]
+    assert places(choose_between_bounds(tokens(), 1.0, 2.0, 5.0)) == []
     # Token 0 is likelier than before and gains from it, beyond the clip; token 5 is less likely, and loses from it.
     moved = CURRENT + np.array([-0.3, 0, 0, 0, 0, 0, 0])
-    assert places(among_bounds(tokens(old=moved), 1.0, 1.0, 5.0)) == [5]
+    assert places(choose_between_bounds(tokens(old=moved), 1.0, 1.0, 5.0)) == [5]
     moved = CURRENT + np.array([0.3, 0, 0, 0, 0, 0, 0])
-    assert places(among_bounds(tokens(old=moved), 1.0, 1.0, 5.0)) == [0, 5]
+    assert places(choose_between_bounds(tokens(old=moved), 1.0, 1.0, 5.0)) == [0, 5]
 
 
 def test_clip_cov_draws_among_them_by_seed_and_batch_alone() -> None:
@@ -60,25 +60,25 @@ def test_clip_cov_draws_among_them_by_seed_and_batch_alone() -> None:
         "advantages": np.tile(ADVANTAGES, 100),
         "counted": np.tile(COUNTED, 100),
     }
-    first = among_bounds(tokens(**many), 0.1, 1.0, 5.0)
+    first = choose_between_bounds(tokens(**many), 0.1, 1.0, 5.0)
     assert first.sum() == 60
     assert set(np.flatnonzero(first) % 7) == {0, 5}
-    assert np.array_equal(first, among_bounds(tokens(**many), 0.1, 1.0, 5.0))
+    assert np.array_equal(first, choose_between_bounds(tokens(**many), 0.1, 1.0, 5.0))
     for other in ({"seed": 1}, {"batch": 1}):
-        assert 0 < (first & among_bounds(tokens(**many, **other), 0.1, 1.0, 5.0)).sum() < 60
+        assert 0 < (first & choose_between_bounds(tokens(**many, **other), 0.1, 1.0, 5.0)).sum() < 60
     # One token more between the bounds changes at most one choice.
     many["advantages"] = many["advantages"].copy()
     many["advantages"][1] = 2.0001
     many["current"] = many["current"].copy()
     many["current"][1] = -1.0
-    second = among_bounds(tokens(**many), 0.1, 1.0, 5.0)
+    second = choose_between_bounds(tokens(**many), 0.1, 1.0, 5.0)
     assert (first ^ second).sum() <= 2
 
 
 def test_a_batch_without_a_token_that_counts_has_none_to_choose() -> None:
     none = tokens(counted=np.zeros(7, bool))
-    assert not among_bounds(none, 1.0, -5.0, 5.0).any()
-    assert not greatest(none, 1.0, 1.0).any()
+    assert not choose_between_bounds(none, 1.0, -5.0, 5.0).any()
+    assert not choose_greatest(none, 1.0, 1.0).any()
 
 
 def chosen(objective: PolicyGradient, rows: BatchRows, batch: int = 0, masked: Any = None) -> Any:
