@@ -90,7 +90,7 @@ class MergedPositions:
     sources: torch.Tensor
     """[n] int64, the position of the tree that computes each of the rows' n positions."""
     first: torch.Tensor
-    """[k] int64, those of the rows' positions whose targets are computed: one of those that are the same."""
+    """[k] int64, one of the rows' positions for each different target: those whose targets are computed."""
     which: torch.Tensor
     """[m] int64, the index in `first` of each scored target."""
 
@@ -238,7 +238,7 @@ def deal(
     packing: bool = False,
     kinds: Sequence[bool] | None = None,
 ) -> tuple[tuple[Microbatch, ...], ...]:
-    """Return what `microbatches` does, for anything that has a length and a cost."""
+    """Return what `microbatches` does, for anything that has a length in tokens and a cost."""
     if ranks < 1 or limit_tokens < 1:
         raise ValueError(f"ranks {ranks} and limit_tokens {limit_tokens} must be positive")
     rows = _Rows(lengths, costs, limit_tokens)
@@ -265,7 +265,7 @@ def worth_packing(padded_plan: Sequence[Sequence[Microbatch]], lengths: Sequence
 
 
 def plan_cost(plan: Sequence[Sequence[Microbatch]], costs: Sequence[int], *, packing: bool) -> int:
-    """Return the sum over microbatches of that of the costliest rank, for rows of these costs."""
+    """Return the sum over microbatches of the cost of the costliest rank, for rows of these costs."""
 
     def weigh(microbatch: Microbatch) -> int:
         each = [costs[row] for row in microbatch]

@@ -111,8 +111,8 @@ def flash_rows(
 
 
 LONG_ROW = 2048
-"""Mean length from which packed rows are a call each: torch's choice for one row, cuDNN's kernel on Hopper, is faster
-than the FlashAttention 2 of the kernel for rows of varying length."""
+"""Mean length in tokens from which packed rows are a call each: torch's choice for one row, cuDNN's kernel on Hopper,
+is faster than the FlashAttention 2 of the kernel for rows of varying length."""
 BLOCK = 512
 """Smallest number of queries that attend to a sliding window in one call, and number of those that attend under a mask
 that is in memory.
