@@ -383,8 +383,14 @@ class RMSNorm(torch.nn.RMSNorm):
         self.config, self.zero_centered = config, config.layernorm_zero_centered_gamma
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension. 1 + weight is computed in float32, because bfloat16 would round it."""
+    def forward(self, x: torch.Tensor | None) -> torch.Tensor:
+        """Normalise the last dimension. 1 + weight is computed in float32, because bfloat16 would round it.
+
+        Without `x` return the weight, for work that is fused with the norm: Megatron waits for weights that other ranks
+        update (overlap_param_gather) in a hook of this call.
+        """
+        if x is None:
+            return self.weight
         if not self.zero_centered:
             return super().forward(x)
         if is_fused(self.config, "norms", x.dtype):

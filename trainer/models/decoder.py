@@ -103,12 +103,13 @@ class RotatedAttention(mcore.SelfAttention):  # type: ignore[misc]
             table = table.to(query.dtype)
             return fused.turn(query, table), fused.turn(key, table), *others
         mixed, _ = self.linear_qkv(hidden_states)
-        groups = self.num_query_groups_per_partition
+        groups, norms = self.num_query_groups_per_partition, (self.q_layernorm, self.k_layernorm)
+        q_scale, k_scale = (norm(None) if isinstance(norm, RMSNorm) else None for norm in norms)
         return fused.heads(
             mixed.unflatten(-1, (groups, -1, self.hidden_size_per_attention_head)),
             table,
-            getattr(self.q_layernorm, "weight", None),
-            getattr(self.k_layernorm, "weight", None),
+            q_scale,
+            k_scale,
             fused.HeadRules(
                 each=self.num_attention_heads_per_partition // groups,
                 gated=output_gate,

@@ -125,6 +125,17 @@ def test_gradients_are_summed_once_a_step_and_weights_gathered_by_what_reads_the
     assert same(plain, overlapped)
 
 
+@each("shape", [TINY, TINY_MIXTURE, TINY_HYBRID_MIXTURE, LATENT, GEMMA3])
+def test_every_module_whose_weights_are_read_is_called_so_that_its_hook_waits_for_them(shape: ModelShape) -> None:
+    one, called = learner(shape), set[str]()
+    for name, module in one.policy.model.named_modules():
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+    steps(one, 0, 1)
+    trained = {name for name, parameter in one.policy.model.named_parameters() if parameter.requires_grad}
+    assert {name.rpartition(".")[0] for name in trained} == called
+
+
 class TwoDevices(TorchFunctionMode):
     """Mode in which tensors lie on a GPU unless `tensor.cpu()` made them, so that Megatron's optimizer of two devices
     does its work here: without it, it takes every tensor for one that it need not copy, and then misses the copies.
