@@ -42,9 +42,22 @@ def logprobs_by(network: Network, rows: BatchRows) -> Floats:
 
 def frozen_network(shape: ModelShape, weights: Mapping[str, torch.Tensor], options: LearnerOptions) -> Network:
     """Return a model that never trains, in host memory. Raises WeightsMismatch."""
-    network = Network(shape, weights, dataclasses.replace(options, lora_rank=0, recompute="none"))
+    network = Network(shape, weights, _without_training(options))
     network.model.requires_grad_(False).to("cpu")
     return network
+
+
+def _without_training(options: LearnerOptions) -> LearnerOptions:
+    """Return the options of a model that has no gradient: without what only a policy that trains has."""
+    return dataclasses.replace(
+        options,
+        lora_rank=0,
+        recompute="none",
+        moe_aux_loss_coeff=0.0,
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+        optimizer_cpu_offload=False,
+    )
 
 
 def check_teacher(teacher: Path, model: Path, options: LearnerOptions) -> None:
@@ -56,10 +69,7 @@ def check_teacher(teacher: Path, model: Path, options: LearnerOptions) -> None:
     shape, policy = read_shape(teacher), read_shape(model)
     setting = f"trainer.teacher = {teacher}"
     try:
-        check_layout(
-            shape,
-            dataclasses.replace(options, recompute="none", overlap_grad_reduce=False, optimizer_cpu_offload=False),
-        )
+        check_layout(shape, _without_training(options))
     except LayoutUnfit as error:
         raise TeacherUnfit(f"{setting}: of the teacher: {error}") from error
     if policy.vision and shape.kind != policy.kind:

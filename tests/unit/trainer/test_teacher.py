@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.fakes.batches import synthetic_model, synthetic_rows
 from tests.reference.layouts import OBJECTIVES, Theirs, learner_of, ours
 from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.trainer import TeacherUnfit
-from turnlog.trainer.algorithms.logprobs import check_teacher
+from turnlog.trainer import TeacherUnfit, mcore
+from turnlog.trainer.algorithms.logprobs import check_teacher, frozen_network, logprobs_by
 from turnlog.trainer.algorithms.objective import ForwardPassResults, PolicyGradient
 from turnlog.trainer.families.family import config_json
 from turnlog.trainer.families.shape import TINY
@@ -100,6 +100,18 @@ def test_a_teacher_of_other_tokens_or_layers_is_refused_by_name(tmp_path: Path) 
     (tmp_path / "larger/tokenizer.json").unlink()
     with pytest.raises(TeacherUnfit, match=r"larger/tokenizer\.json is missing"):
         check_teacher(tmp_path / "larger", policy, ONE)
+
+
+def test_a_dense_teacher_takes_no_part_in_what_only_a_mixture_trains_by(tmp_path: Path) -> None:
+    balanced = dataclasses.replace(ONE, moe_aux_loss_coeff=0.01)
+    check_teacher(another(tmp_path / "teacher"), synthetic_model(tmp_path / "policy"), balanced)
+    rows, found = synthetic_rows(0), list[Any]()
+    for options in (ONE, balanced):
+        with mcore.quiet():
+            teacher = frozen_network(TINY, random_weights(TINY, 5), options)
+            found.append(logprobs_by(teacher, rows))
+        assert not teacher._options.moe_aux_loss_coeff  # which would also compute each row alone
+    np.testing.assert_array_equal(*found)
 
 
 WORDS, PROMPT, SAMPLED, ROWS, TAUGHT, STEPS = 12, 2, 4, 64, 12, 20
