@@ -79,6 +79,7 @@ def logprobs_and_entropy(
     first = mcore.parallel_state.get_tensor_model_parallel_rank() * len(weight)
     own = targets - first
     masked = (own < 0) | (own >= len(weight))
+    compiled = compiled and not (softmax_sums.failed or logit_slopes.failed)
     chunk = max(1, chunk_bytes * (COMPILED_CHUNKS if compiled else 1) // (4 * len(weight)))
     chunk -= chunk % EVEN_ROWS if chunk > EVEN_ROWS else 0
     padding = max(0, min(len(weight), first + len(weight) - vocabulary))
