@@ -103,7 +103,7 @@ def _stage_memory(
     optimizer = _total(held, lambda one: one.optimizer_bytes(options, world_size))
     offloaded = options.optimizer_offload_fraction if options.optimizer_cpu_offload else 0.0
     layers, loss = activation_bytes(shape, options, stage, tokens, scored if last else 0, Kernels.of(device, options))
-    adam = _step_bytes(held, options, world_size)
+    adam = _step_bytes(held, options, world_size, device)
     summed = gradients if device == "cpu" else 0.0  # gloo sums a copy of them
     backward, at_loss = layers.kept + layers.backward, layers.kept + loss
     peak = max(backward, at_loss, adam, summed)
@@ -118,13 +118,15 @@ def _stage_memory(
     )
 
 
-def _step_bytes(held: Sequence[Parameters], options: MemoryOptions, world_size: int) -> float:
+def _step_bytes(held: Sequence[Parameters], options: MemoryOptions, world_size: int, device: str) -> float:
     """Return the bytes of an optimizer step's intermediate results, while no activations are kept: Adam's for one
-    tensor, and float32 copies of gradients in another dtype.
+    tensor, unless one kernel updates all, and float32 copies of gradients in another dtype.
     """
     copied = 0.0
     if not options.grad_reduce_in_fp32 and width(options) < WIDE:
         copied = _total(held, lambda one: one.trained * WIDE / one.sharers(options, world_size))
+    if device == "cuda" and options.fused and not options.optimizer_cpu_offload:
+        return copied
     return copied + max((2 * WIDE * one.largest / one.sharers(options, world_size) for one in held), default=0.0)
 
 

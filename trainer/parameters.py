@@ -84,6 +84,11 @@ class MemoryOptions(Protocol):
         ...
 
     @property
+    def fused(self) -> bool:
+        """See docs/settings.md."""
+        ...
+
+    @property
     def use_precision_aware_optimizer(self) -> bool:
         """See docs/settings.md."""
         ...
@@ -177,7 +182,7 @@ class TensorGroup:
     outputs: int
     """Rows of the matrix; 0 if it is none."""
     largest: int
-    """Number of parameters of one tensor."""
+    """Number of parameters of one tensor of the model, in which the experts of all ranks are one."""
 
     @property
     def expert(self) -> bool:
@@ -235,7 +240,7 @@ def _make_group(name: str, layers: dict[int, list[Tensor]]) -> TensorGroup:
     size = sum(math.prod(tensor.size) for tensor in of_layer)
     matrix = len(first.size) == 2
     inputs, outputs = (first.size[1], first.size[0]) if matrix else (0, 0)
-    largest = math.prod(first.size[1:] if first.experts else first.size)
+    largest = size if EXPERT in name else math.prod(first.size)  # a layer's experts are stacked (models.mixture)
     numbered = tuple(sorted(layer for layer in layers if layer >= 0))
     return TensorGroup(name, numbered, size, first.cut, inputs, outputs, largest)
 

@@ -62,6 +62,8 @@ def alone() -> Iterator[None]:
         (DENSE, {"dtype": "bfloat16", "recompute": "full"}, 768),
         (DENSE, {"dtype": "bfloat16", "grad_reduce_in_fp32": False}, 384),
         (MIXTURE, {"dtype": "bfloat16"}, 768),
+        (dataclasses.replace(MIXTURE, mixture=Mixture(experts=64, experts_per_token=2, expert_ffn=256)),
+         {"dtype": "bfloat16", "grad_reduce_in_fp32": False, "recompute": "full"}, 256),
         (DENSE, {"lora_rank": 8}, 768),
         (MIXTURE, {"lora_rank": 8}, 768),
         (dataclasses.replace(DENSE, tied=True), {}, 384),
