@@ -67,7 +67,7 @@ def run(name: str, options: dict[str, Any], steps: int = 4) -> None:
     line = {
         "variant": name, "seconds": [round(one, 3) for one in took], "tokens_per_s": round(ROWS * LENGTH / min(took)),
         "mfu": round(flops / 1e12 / PEAK_TFLOPS, 4), "loss": found.loss, "grad_norm": found.grad_norm,
-        "entropy": found.entropy, "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if CUDA else None,
+        "entropy": found.entropy, "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if CUDA else None,
         "failed": [one.function.__name__ for one in COMPILED if one.failed],
     }  # fmt: skip
     print(json.dumps(line), flush=True)

@@ -138,7 +138,7 @@ def trees(shape: ModelShape, options: LearnerOptions, prompt: int, answers: int,
                 results.append(learner.step(rows, OBJECTIVE, 1e-6))
                 took.append(time.perf_counter() - began)
             found[sharing] = {
-                "computed": sum(given) // 3, "seconds": round(min(took[1:]), 4), "peak_gib": _peak_gib(),
+                "computed": sum(given) // 3, "seconds": round(min(took[1:]), 4), "peak_gb": _peak_gb(),
                 "losses": [one.loss for one in results], "norms": [one.grad_norm for one in results],
             }  # fmt: skip
             del learner
@@ -147,11 +147,11 @@ def trees(shape: ModelShape, options: LearnerOptions, prompt: int, answers: int,
     return found
 
 
-def _peak_gib() -> float | None:
+def _peak_gb() -> float | None:
     """Return the peak of allocated memory since the last call."""
     if mcore.DEVICE.type != "cuda":
         return None
-    found = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    found = round(torch.cuda.max_memory_allocated() / 1e9, 2)
     torch.cuda.reset_peak_memory_stats()
     return found
 
@@ -229,7 +229,7 @@ def _measure(learner: Learner, rows: BatchRows, options: LearnerOptions, profile
         "rows": len(rows), "tokens": tokens, "seconds": [round(one, 3) for one in took],
         "tokens_per_s": round(tokens / best),
         "tflops": round(step_flops(learner.shape, options, rows) / best / 1e12, 3),
-        "peak_gib": _peak_gib(), "predicted_gib": round(predicted_peak(learner.shape, options, held) / 2**30, 2),
+        "peak_gb": _peak_gb(), "predicted_gb": round(predicted_peak(learner.shape, options, held) / 1e9, 2),
         "loss": found.loss, "grad_norm": found.grad_norm,
     }  # fmt: skip
 
