@@ -52,7 +52,9 @@ class PaddedRows:
     scored: torch.Tensor | None = None
     """[n] int64, the targets whose log-probs are computed, as indices of the flattened [b, s]."""
     experts: torch.Tensor | None = None
-    """[b, s, layers, top_k] int64, if routing is replayed; None if routers choose."""
+    """[b, s, layers, top_k] int16, if routing is replayed; None if routers choose. Those of all microbatches of a step
+    are on the device at once.
+    """
     features: torch.Tensor | None = None
     """[b, s] int64, for rows with images: 1 + index of the image feature at each position; 0 for the token's own
     embedding.
@@ -147,8 +149,8 @@ def _experts(
     """
     if not isinstance(rows, RoutedRows) or not rows.has_experts[microbatch[0]]:
         return None
-    found = np.where(real[..., None, None], rows.experts[at], np.arange(rows.experts.shape[-1]))
-    return torch.from_numpy(found.astype(np.int64)).to(device)
+    found = np.where(real[..., None, None], rows.experts[at], np.arange(rows.experts.shape[-1], dtype=np.int16))
+    return torch.from_numpy(found.astype(np.int16, copy=False)).to(device)
 
 
 def stand_in(device: torch.device, positions: int) -> PaddedRows:

@@ -249,7 +249,7 @@ def lay_out_tree(
     fill = functools.partial(torch.nn.functional.pad, pad=(0, filling))
     experts = packed.experts
     if experts is not None:
-        other = torch.arange(experts.size(-1)).expand(1, filling, experts.size(2), -1)
+        other = torch.arange(experts.size(-1), dtype=experts.dtype).expand(1, filling, experts.size(2), -1)
         experts = torch.cat([experts[:, first], other], 1)
     found = dataclasses.replace(
         packed,

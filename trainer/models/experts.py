@@ -88,7 +88,7 @@ class RoutedMicrobatch(Protocol):
 
     @property
     def experts(self) -> torch.Tensor | None:
-        """[b, s, layers, top_k] int64 of its positions; None if routers choose."""
+        """[b, s, layers, top_k] of its positions; None if routers choose."""
         ...
 
 
@@ -147,7 +147,7 @@ class Replay:
 
 
 def _in_router_order(ids: torch.Tensor) -> torch.Tensor:
-    """Reorder [b, s, top_k] to [tokens, top_k] in a router's token order.
+    """Reorder [b, s, top_k] to [tokens, top_k] int64 in a router's token order.
 
     The order is all rows of one position before the next. Tensor-parallel ranks, which are sequence parallel in a
     mixture, have equally many positions each.
@@ -155,4 +155,4 @@ def _in_router_order(ids: torch.Tensor) -> torch.Tensor:
     state = mcore.parallel_state
     shares = ids.transpose(0, 1).chunk(state.get_tensor_model_parallel_world_size())
     mine: torch.Tensor = shares[state.get_tensor_model_parallel_rank()]
-    return mine.reshape(-1, ids.size(-1))
+    return mine.reshape(-1, ids.size(-1)).long()

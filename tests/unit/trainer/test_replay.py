@@ -17,6 +17,7 @@ from turnlog.trainer import ExpertsUnfit
 from turnlog.trainer.families.shape import TINY, TINY_MIXTURE, Mixture
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
+from turnlog.trainer.microbatches import pad_rows
 from turnlog.trainer.models.experts import RoutedRows, attach_experts, unrouted_rows
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
 from turnlog.trainer.warm_start import random_weights
@@ -112,3 +113,12 @@ def test_what_stands_at_a_row_s_last_token_is_not_read() -> None:
 def test_a_dense_model_has_no_experts_to_replay() -> None:
     with pytest.raises(ExpertsUnfit, match=r"this model \(qwen3\)"):
         attach_experts(ROWS, np.zeros((len(ROWS.token_ids), TINY.layers, 0), "u1"), TINY)
+
+
+def test_a_microbatch_holds_two_bytes_for_each_recorded_expert() -> None:
+    rows = with_random_experts(ROWS, TINY_MIXTURE, 0)
+    batch = pad_rows(rows, (0, 1), torch.device("cpu"))
+    assert batch.experts is not None
+    assert batch.experts.element_size() == 2
+    wanted = torch.from_numpy(rows.experts[: int(rows.lengths[0]) - 1].astype("i8"))
+    assert torch.equal(batch.experts[0, : len(wanted)].long(), wanted)
