@@ -87,7 +87,7 @@ class Save:
         strategy = mcore.TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
         sharding = RESHARDABLE if reshardable else BY_PLACE
         common = {**common, "critic": True} if critic else common
-        said = {**common, "sharding": sharding["distrib_optim_sharding_type"], "shards": shards()}
+        said = {**common, "sharding": sharding["distrib_optim_sharding_type"], "shards": shards(policy)}
         said["experts"] = "stacked" if stacked_parameters(policy[0]) else "single"
         state = {**_sharded_state(policy, critic, sharding, is_loading=False), "common": said}
         with mcore.quiet(), self._failing():
@@ -249,10 +249,10 @@ def load_state(
     """
     common = _common(directory, shape)
     by_place = common.get("sharding") == BY_PLACE["distrib_optim_sharding_type"]
-    if by_place and common["shards"] != shards():
+    if by_place and common["shards"] != shards(policy):
         raise CheckpointUnusable(
             f"{directory} was written by ranks that shared the model in another way ({common['shards']}, now "
-            f"{shards()}): continue from it with the old layout and trainer.checkpoints_reshardable = true, and "
+            f"{shards(policy)}): continue from it with the old layout and trainer.checkpoints_reshardable = true, and "
             "change the layout after the next checkpoint"
         )
     if critic and not common.get("critic"):
@@ -279,10 +279,15 @@ def _common(directory: Path, shape: Mapping[str, Any]) -> dict[str, Any]:
     return common
 
 
-def shards() -> dict[str, int]:
-    """Return the number of ranks among which the model is sharded, per kind of parallelism."""
+def shards(part: State) -> dict[str, int]:
+    """Return the number of ranks among which the model is sharded, per kind of parallelism, and what else decides where
+    the optimizer's values lie.
+    """
     state = mcore.parallel_state
-    return {
+    _, optimizer = part
+    # Gradients that are summed early lie in several buckets; releases before knew one.
+    buckets = {"overlap_grad_reduce": 1} if optimizer.chained_optimizers[0].ddp_config.overlap_grad_reduce else {}
+    return buckets | {
         "tensor_parallel": state.get_tensor_model_parallel_world_size(),
         "pipeline_parallel": state.get_pipeline_model_parallel_world_size(),
         "expert_parallel": state.get_expert_model_parallel_world_size(),

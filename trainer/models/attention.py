@@ -81,6 +81,8 @@ def varlen_kernel(device: str, dtype: torch.dtype, head: int) -> Kernel | None:
     """
     if device != "cuda" or dtype is not torch.bfloat16 or head > 256 or head % 8:
         return None
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):  # FlashAttention 2 would raise
+        return None
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # before torch 2.10

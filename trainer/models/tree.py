@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as functional
 
 Span = tuple[int, int]
 """(start, end) of neighbouring positions."""
@@ -173,6 +174,39 @@ def _join_spans(path: Sequence[Span]) -> list[Span]:
     return found
 
 
+MASK_BLOCK = 128
+"""Queries and keys of a block of FlexAttention's mask."""
+
+
+def block_mask(tree: PrefixTree, window: int) -> Any:
+    """Return FlexAttention's mask of a tree, within `window` if that is not 0, from the ends and depths of each block.
+
+    torch's create_block_mask would compute the whole mask [t, t] first.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    t = len(tree.ends)
+    ends, depths = (functional.pad(x, (0, -t % MASK_BLOCK)).view(-1, MASK_BLOCK) for x in (tree.ends, tree.depths))
+    starts = torch.arange(0, t, MASK_BLOCK, device=tree.ends.device)
+    queries, keys = starts[:, None], starts[None]
+    some = (keys <= queries) & (queries < ends.amax(1))
+    if window:
+        some &= depths.amin(1)[:, None] - depths.amax(1) < window
+        whole = torch.zeros_like(some)
+    else:  # keys of a block that is not full have an end of 0
+        whole = (keys < queries) & ((queries + MASK_BLOCK).clamp(max=t) <= ends.amin(1))
+    listed = [
+        (
+            blocks.sum(1, dtype=torch.int32)[None, None],
+            blocks.int().argsort(dim=1, descending=True, stable=True).int()[None, None],
+        )
+        for blocks in (some & ~whole, whole)
+    ]
+    return BlockMask.from_kv_blocks(
+        *listed[0], *listed[1], BLOCK_SIZE=MASK_BLOCK, mask_mod=tree.mask(window), seq_lengths=(t, t)
+    )
+
+
 TreeKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PrefixTree, int, float], torch.Tensor]
 """Map queries, keys and values [t, h, d], the tree, the sliding window (0: none) and the scale of scores to
 [t, h, d].
@@ -192,14 +226,8 @@ def flex_attention(
     """Attend by torch's FlexAttention, in one call; see TreeKernel. `attend` is torch's function, by default
     compiled.
     """
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    t = len(query)
     if window not in tree.masks:
-        # Uncompiled, it would make the whole mask [t, t] first.
-        tree.masks[window] = create_block_mask(
-            tree.mask(window), None, None, t, t, device=query.device, _compile=query.is_cuda
-        )
+        tree.masks[window] = block_mask(tree, window)
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     found: torch.Tensor = (attend or _compile_attention())(
         q, k, v, block_mask=tree.masks[window], scale=scale, enable_gqa=query.size(1) != key.size(1)
@@ -228,6 +256,8 @@ def tree_kernel(device: str, dtype: torch.dtype, query: int, value: int) -> Tree
     try:
         with torch.enable_grad():
             torch.autograd.grad(flex_attention(q, k, v, tree, 0, 1.0).sum(), (q, k, v))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever a compiler raises, one call per branch computes the same
         log.warning("rows that share prefixes take one attention call each, because FlexAttention failed: %r", error)
         return None

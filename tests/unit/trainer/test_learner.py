@@ -278,6 +278,16 @@ def test_a_checkpoint_by_place_is_refused_by_ranks_that_share_the_model_otherwis
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in other.export().items())
 
 
+def test_a_checkpoint_by_place_is_refused_where_gradients_lie_in_other_buckets(tmp_path: Path) -> None:
+    """The optimizer's values lie bucket by bucket."""
+    early = dataclasses.replace(ONE, overlap_grad_reduce=True)
+    learner = Learner(TINY, random_weights(TINY, 1), early)
+    Save(*learner.states(), tmp_path, {"shape": as_dict(TINY)}, reshardable=False).finish(wait=True)
+    with pytest.raises(CheckpointUnusable, match=r"overlap_grad_reduce.*checkpoints_reshardable = true"):
+        Learner(TINY, random_weights(TINY, 1), ONE).restore(tmp_path)
+    Learner(TINY, random_weights(TINY, 1), early).restore(tmp_path)
+
+
 def test_a_model_that_is_called_by_itself_after_a_packed_step_computes_rows_of_any_number() -> None:
     learner = Learner(TINY, random_weights(TINY, 1), dataclasses.replace(ONE, packing="on"))
     learner.step(synthetic_rows(0), imitation, 0.0)

@@ -36,7 +36,7 @@ from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.attention import PackedRows, SdpaAttention
 from turnlog.trainer.models.experts import unrouted_rows
-from turnlog.trainer.models.tree import PrefixTree, flex_attention, grow_tree, tree_kernel
+from turnlog.trainer.models.tree import MASK_BLOCK, PrefixTree, block_mask, flex_attention, grow_tree, tree_kernel
 from turnlog.trainer.network import model_config
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
 from turnlog.trainer.warm_start import random_weights
@@ -299,6 +299,28 @@ def test_flex_attention_takes_the_mask_of_the_tree(window: int) -> None:
     made = [torch.randn(sum(OWN), heads, 16) for heads in (4, 2, 2)]
     found = flex_attention(*made, tree, window, 0.25, attend=torch_flex_attention)
     torch.testing.assert_close(found, by_mask(*made, tree, window, 0.25), rtol=1e-4, atol=1e-5)
+
+
+@each("window", [0, 100])
+@each(("own", "shared"), [([500, 300, 90], [0, 380, 200]), ([128, 128, 128], [0, 128, 128]), ([7], [0]), ([400], [0])])
+def test_the_blocks_of_a_mask_hold_every_pair_that_attends(own: list[int], shared: list[int], window: int) -> None:
+    tree, _ = grow_tree(own, shared, torch.device("cpu"))
+    found, at = block_mask(tree, window), torch.arange(sum(own))
+    seen = tree.mask(window)(None, None, at[:, None], at)
+    partial, whole = (
+        [set(row[:count]) for row, count in zip(indices[0, 0].tolist(), counts[0, 0].tolist(), strict=True)]
+        for counts, indices in (
+            (found.kv_num_blocks, found.kv_indices),
+            (found.full_kv_num_blocks, found.full_kv_indices),
+        )
+    )
+    for number, rows in enumerate(seen.split(MASK_BLOCK)):
+        blocks = rows.split(MASK_BLOCK, 1)
+        assert {key for key, block in enumerate(blocks) if block.any()} <= partial[number] | whole[number]
+        assert all(blocks[key].all() and blocks[key].size(1) == MASK_BLOCK for key in whole[number])
+        assert not partial[number] & whole[number]
+    if len(own) == 1 and not window:
+        assert [len(one) for one in whole] == list(range(len(whole))), "causal blocks below the diagonal are whole"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
