@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 
 def test_without_a_device_the_smallest_model_is_measured(tmp_path: Path) -> None:
     command = subprocess.run(
-        ["make", "--just-print", "gpu"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["make", "--no-print-directory", "--just-print", "gpu"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()[-1]
     with_this_python = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     (tmp_path / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
