@@ -37,7 +37,7 @@ class _Node:
     """Nodes that continue this one."""
 
 
-_Below = dict[tuple[bytes, ...], _Node]
+_Below = dict[bytes, _Node]
 """Nodes by the bytes of their first token."""
 
 
@@ -74,8 +74,8 @@ def _insert(below: _Below, row: int, rows: Sequence[Sequence[NDArray[Any]]]) -> 
     return parent, depth
 
 
-def _first(columns: Sequence[NDArray[Any]], at: int) -> tuple[bytes, ...]:
-    return tuple(column[at].tobytes() for column in columns)
+def _first(columns: Sequence[NDArray[Any]], at: int) -> bytes:
+    return b"".join([column[at].tobytes() for column in columns])  # each has the same size in every row
 
 
 def _count_same(known: NDArray[Any], own: NDArray[Any]) -> int:
