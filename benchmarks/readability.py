@@ -206,7 +206,10 @@ def counts(folders: list[str]) -> tuple[dict[str, Any], dict[str, list[str]]]:
                     classes[node.name].append(f"{where}:{node.lineno}")
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     total["functions"] += 1
-                    if is_participle(node.name):
+                    as_attribute = any(
+                        isinstance(one, ast.Name) and one.id == "property" for one in node.decorator_list
+                    )
+                    if is_participle(node.name) and not as_attribute:
                         total["participles"] += 1
                         places["participles"].append(f"{where}:{node.lineno}: {node.name}")
     repeated = {name: found for name, found in classes.items() if len(found) > 1}

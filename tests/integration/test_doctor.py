@@ -103,9 +103,8 @@ async def test_registry_and_store_are_asked_as_roles_ask_them(live_settings: Set
         assert {f"registry {registry_url}", f"store {store_url}"} <= {one.where for one in found if one.state == GOOD}
         assert {"/config", "/config/team-a.TurnCompleted"} <= set(asked)
         stranger = dataclasses.replace(settings.registry, password="guess")
-        (wrong,) = [
-            one for one in await check_servers(dataclasses.replace(settings, registry=stranger)) if one.state == WRONG
-        ]
+        found = await check_servers(dataclasses.replace(settings, registry=stranger))
+        (wrong,) = [one for one in found if one.state == WRONG and one.where == f"registry {registry_url}"]
         assert "RegistryRefused" in wrong.what
         assert "check [registry] username and password" in wrong.what
 

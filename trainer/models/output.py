@@ -80,8 +80,7 @@ def logprobs_and_entropy(
     own = targets - first
     masked = (own < 0) | (own >= len(weight))
     compiled = compiled and not (softmax_sums.failed or logit_slopes.failed)
-    chunk = max(1, chunk_bytes * (COMPILED_CHUNKS if compiled else 1) // (4 * len(weight)))
-    chunk -= chunk % EVEN_ROWS if chunk > EVEN_ROWS else 0
+    chunk = chunk_rows(len(weight), chunk_bytes, compiled=compiled)
     padding = max(0, min(len(weight), first + len(weight) - vocabulary))
     found: tuple[torch.Tensor, torch.Tensor] = _Scores.apply(  # type: ignore[no-untyped-call]
         hidden,
@@ -95,6 +94,12 @@ def logprobs_and_entropy(
         compiled,
     )
     return found
+
+
+def chunk_rows(columns: int, chunk_bytes: int, *, compiled: bool) -> int:
+    """Return the number of tokens of a chunk whose logits have `columns` columns on this rank."""
+    rows = max(1, chunk_bytes * (COMPILED_CHUNKS if compiled else 1) // (4 * columns))
+    return rows - (rows % EVEN_ROWS if rows > EVEN_ROWS else 0)
 
 
 class _Scores(torch.autograd.Function):

@@ -146,6 +146,13 @@ def test_a_rank_of_this_machine_waits_for_the_others_as_long_as_the_run_says() -
     assert b"RankLost: the ranks did not join each other within 1 s" in alone.stderr
 
 
+def rank_1_of_this_process() -> psutil.Process:
+    """Return the only child that is a rank, among others that may have ended."""
+    running = (one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE)
+    (rank_1,) = [one for one in running if "turnlog.trainer.launch" in one.cmdline()]
+    return rank_1
+
+
 class Struck(LearnerThread):
     """Rank 1 is killed between the third step and the fourth."""
 
@@ -156,8 +163,7 @@ class Struck(LearnerThread):
     async def call(self, method: Any, *arguments: Any, **named: Any) -> Any:
         self._steps += method is Learner.step
         if self._steps == 4:
-            running = (one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE)
-            (rank_1,) = [one for one in running if "turnlog.trainer.launch" in one.cmdline()]
+            rank_1 = rank_1_of_this_process()
             rank_1.kill()
             await asyncio.to_thread(os.waitid, os.P_PID, rank_1.pid, os.WEXITED | os.WNOWAIT)
         return await super().call(method, *arguments, **named)
@@ -168,8 +174,7 @@ class Hung(LearnerThread):
 
     async def call(self, method: Any, *arguments: Any, **named: Any) -> Any:
         if method is Learner.step:
-            (rank_1,) = [one for one in psutil.Process().children() if "turnlog.trainer.launch" in one.cmdline()]
-            rank_1.suspend()
+            rank_1_of_this_process().suspend()
         return await super().call(method, *arguments, **named)
 
 

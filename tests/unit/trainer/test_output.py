@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from turnlog.trainer.launch import process_group
-from turnlog.trainer.models.output import logprobs_and_entropy, softmax_sums
+from turnlog.trainer.models.output import chunk_rows, logprobs_and_entropy
 
 TOKENS, HIDDEN, COLUMNS, VOCABULARY = 37, 16, 96, 83
 
@@ -115,17 +115,6 @@ def test_no_more_than_a_chunk_of_logits_is_created() -> None:
     assert max(shape[0] for shape in created.shapes if len(shape) == 2 and shape[1] == COLUMNS) == rows
 
 
-def test_chunks_are_not_larger_once_a_translation_has_failed() -> None:
-    tokens, rows = 400, 20
-    hidden, weight, targets, temperature = inputs(tokens=tokens)
-    before = softmax_sums.failed
-    softmax_sums.failed = True
-    try:
-        with Created() as created:
-            logprobs_and_entropy(
-                hidden, weight, targets, temperature, vocabulary=VOCABULARY, chunk_bytes=4 * COLUMNS * rows,
-                compiled=True,
-            )  # fmt: skip
-    finally:
-        softmax_sums.failed = before
-    assert max(shape[0] for shape in created.shapes if len(shape) == 2 and shape[1] == COLUMNS) == rows
+def test_chunks_are_larger_only_where_their_passes_are_compiled() -> None:
+    assert chunk_rows(COLUMNS, 4 * COLUMNS * 20, compiled=False) == 20
+    assert chunk_rows(COLUMNS, 4 * COLUMNS * 20, compiled=True) == 60
