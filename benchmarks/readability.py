@@ -179,6 +179,11 @@ def compared(tree: ast.Module) -> Iterator[str]:
             yield node.value
 
 
+def is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function is read as an attribute, which may be named by a participle."""
+    return any(isinstance(one, ast.Name) and one.id == "property" for one in node.decorator_list)
+
+
 def counts(folders: list[str]) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """Totals over folders, and the places of what is listed."""
     total, places, classes = Counter[str](), defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
@@ -206,10 +211,7 @@ def counts(folders: list[str]) -> tuple[dict[str, Any], dict[str, list[str]]]:
                     classes[node.name].append(f"{where}:{node.lineno}")
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     total["functions"] += 1
-                    as_attribute = any(
-                        isinstance(one, ast.Name) and one.id == "property" for one in node.decorator_list
-                    )
-                    if is_participle(node.name) and not as_attribute:
+                    if is_participle(node.name) and not is_property(node):
                         total["participles"] += 1
                         places["participles"].append(f"{where}:{node.lineno}: {node.name}")
     repeated = {name: found for name, found in classes.items() if len(found) > 1}

@@ -104,8 +104,7 @@ async def test_registry_and_store_are_asked_as_roles_ask_them(live_settings: Set
         assert {"/config", "/config/team-a.TurnCompleted"} <= set(asked)
         stranger = dataclasses.replace(settings.registry, password="guess")
         found = await check_servers(dataclasses.replace(settings, registry=stranger))
-        (wrong,) = [one for one in found if one.state == WRONG and one.where == f"registry {registry_url}"]
-        assert "RegistryRefused" in wrong.what
+        (wrong,) = [one for one in found if one.state == WRONG and "RegistryRefused" in one.what]
         assert "check [registry] username and password" in wrong.what
 
 
