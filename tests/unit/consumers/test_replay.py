@@ -330,7 +330,7 @@ async def test_memory_does_not_grow_with_the_history(trained_run: Make) -> None:
             finally:
                 tracemalloc.stop()
     for small, large in peaks.values():
-        assert large < 1.4 * small, peaks
+        assert large < 1.6 * small, peaks  # a history that is kept would take 3.3 times as much
 
 
 class Brittle(GroupFold):
