@@ -18,11 +18,13 @@ from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.parameters import WIDE, MemoryOptions, tensor_groups, width
 
 CHUNK_BYTES = 2**28
-"""Size of a chunk's logits in float32 (models.output, which computes them chunk by chunk)."""
+"""Size of a chunk's logits in float32. models.output computes them chunk by chunk, with at most three such tensors in
+memory."""
 WINDOW_BLOCK = 512
-"""Smallest number of queries that attend to a sliding window in one call (models.attention)."""
+"""Smallest number of queries that attend to a sliding window in one call, and number of those that attend under a mask
+that is in memory (models.attention)."""
 DELTA_CHUNK = 64
-"""Number of positions that a gated delta net computes at once (models.gated_delta)."""
+"""Number of positions that a gated delta net computes at once (models.gated_delta); it changes only rounding."""
 LAYER_NORMS = ("input_layernorm", "pre_mlp_layernorm", "post_attention_norm", "post_mlp_norm")
 """Names of the norms of hidden states that a layer may have."""
 

@@ -32,7 +32,7 @@ from turnlog.trainer.microbatches import (
     Microbatch,
     PaddedRows,
     context_shard,
-    microbatches,
+    deal,
     pack_rows,
     pad_rows,
     plan_cost,
@@ -268,7 +268,8 @@ class Network:
         ranks = mcore.parallel_state.get_data_parallel_world_size()
         lengths, limit = rows.lengths.tolist(), self._options.microbatch_tokens
         cost, kinds = functools.partial(row_flops, self.shape), unrouted_rows(rows).tolist()
-        dealt = functools.partial(microbatches, lengths, ranks, limit, cost=cost, kinds=kinds)
+        costs = [cost(length) for length in lengths]
+        dealt = functools.partial(deal, lengths, costs, ranks, limit, kinds=kinds)
         plan, packing = dealt(), self._options.packing == "on"
         automatic = self._options.packing == "auto" and "packing" not in family(self.shape.kind).without
         if packing or (automatic and worth_packing(plan, lengths)):
@@ -278,7 +279,6 @@ class Network:
             share = int(rows.trained.sum()) / max(1, int((rows.lengths - 1).sum()))
             self._config.moe_aux_loss_coeff = self._options.moe_aux_loss_coeff * share
         scored = rows.trained.astype(bool) if scored is None else scored
-        costs = [cost(length) for length in lengths]
         alone = plan_cost(plan, costs, packing=packing)
         trees = worthwhile_trees(self.shape, self._options, rows, ranks, cost=cost, kinds=kinds, alone=alone)
         if trees is not None:

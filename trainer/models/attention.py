@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as functional
 
 from turnlog.trainer import mcore
+from turnlog.trainer.activations import WINDOW_BLOCK
 from turnlog.trainer.models.fused import is_compiled, is_fused, norm_around_zero
 from turnlog.trainer.models.tree import PrefixTree, tree_kernel
 
@@ -115,10 +116,6 @@ def flash_rows(
 LONG_ROW = 2048
 """Mean length in tokens from which packed rows are a call each: torch's choice for one row, cuDNN's kernel on Hopper,
 is faster than the FlashAttention 2 of the kernel for rows of varying length."""
-BLOCK = 512
-"""Smallest number of queries that attend to a sliding window in one call, and number of those that attend under a mask
-that is in memory.
-"""
 
 
 def layer_window(config: Any, layer_number: int) -> int:
@@ -251,7 +248,7 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
         masked = query.device.type == "cpu"  # where torch's kernel for such queries takes a mask in memory
         for own, keys, values in tree.branch_tensors(query, key, value):
             seen = before = len(keys) - len(own)
-            for queries in torch.split(own, BLOCK if masked and before else len(own)):
+            for queries in torch.split(own, WINDOW_BLOCK if masked and before else len(own)):
                 seen += len(queries)
                 windowed = 0 < self.window < seen
                 mask = _near(len(queries), seen, seen, query.device) if masked and before and not windowed else None
@@ -287,7 +284,7 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
             return self._attend_all(query, key, value, mask)
         if mask is not None:
             return self._attend_all(query, key, value, mask & _near(queries, keys, window, query.device))
-        parts, block = list[torch.Tensor](), max(window, BLOCK)
+        parts, block = list[torch.Tensor](), max(window, WINDOW_BLOCK)
         for start in range(0, queries, block):
             own = query[start : start + block]
             last = keys - queries + start + len(own)

@@ -26,9 +26,7 @@ import torch
 import torch.nn.functional as functional
 
 from turnlog.trainer import mcore
-
-CHUNK = 64
-"""Number of positions that are computed at once; it changes only rounding."""
+from turnlog.trainer.activations import DELTA_CHUNK
 
 
 def gated_delta_rule(
@@ -39,7 +37,7 @@ def gated_delta_rule(
     `decay` is g, at most 0, and `rate` is beta. Queries and keys are normalised here, with the 1e-6 of transformers.
     """
     length = query.size(0)
-    chunk = min(CHUNK, length)
+    chunk = min(DELTA_CHUNK, length)
     filled = -length % chunk
     query, key = (_normalise(x.float()) for x in (query, key))
     query, key, value, decay, rate = (

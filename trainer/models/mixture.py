@@ -128,39 +128,33 @@ class GroupedExperts(mcore.MegatronModule):  # type: ignore[misc]
         }
 
 
-class _Spread(torch.autograd.Function):
-    """Copy of tokens [tokens, h] into rows [tokens k, h], each to k places; its gradient is the sum over these."""
+class _Transposed(torch.autograd.Function):
+    """A linear function whose gradient is that of its transpose, which is given beside it."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, order: RowOrder) -> torch.Tensor:
-        ctx.order = order
-        return order.spread(tokens)
+    def forward(
+        ctx: Any,
+        values: torch.Tensor,
+        function: Callable[[torch.Tensor], torch.Tensor],
+        transpose: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.transpose = transpose
+        return function(values)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.order.collect(gradient), None
-
-
-class _Collect(torch.autograd.Function):
-    """Sum over the k rows of each token, the transpose of _Spread."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: RowOrder) -> torch.Tensor:
-        ctx.order = order
-        return order.collect(rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.order.spread(gradient), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.transpose(gradient), None, None
 
 
 def _spread(tokens: torch.Tensor, order: RowOrder) -> torch.Tensor:
-    found: torch.Tensor = _Spread.apply(tokens, order)  # type: ignore[no-untyped-call]
+    """Copy tokens [tokens, h] into rows [tokens k, h], each to k places."""
+    found: torch.Tensor = _Transposed.apply(tokens, order.spread, order.collect)  # type: ignore[no-untyped-call]
     return found
 
 
 def _collect(rows: torch.Tensor, order: RowOrder) -> torch.Tensor:
-    found: torch.Tensor = _Collect.apply(rows, order)  # type: ignore[no-untyped-call]
+    """Sum over the k rows of each token."""
+    found: torch.Tensor = _Transposed.apply(rows, order.collect, order.spread)  # type: ignore[no-untyped-call]
     return found
 
 

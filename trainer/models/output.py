@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 
 from turnlog.trainer import mcore
+from turnlog.trainer.activations import CHUNK_BYTES
 from turnlog.trainer.models.fused import Compiled
 
-CHUNK_BYTES = 2**28
-"""Size of a chunk's logits in float32. At most three such tensors are in memory, with temporaries."""
 COMPILED_CHUNKS = 3
 """Factor of the rows of a chunk if its passes are compiled: logits and their gradient are then in memory only in the
 dtype of the weights, 2 bytes each in bfloat16."""

@@ -22,7 +22,7 @@ from turnlog.trainer import mcore
 from turnlog.trainer.families.shape import TINY
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.models.attention import (
-    BLOCK,
+    WINDOW_BLOCK,
     Kernel,
     PackedRows,
     RMSNorm,
@@ -153,7 +153,7 @@ def by_transformers(
     ("rows", "window", "sinks", "positions"),
     [
         *itertools.product(("padded", "packed", "masked"), (0, 1, 7), ("vanilla", "learnable"), (20,)),
-        ("padded", 7, "learnable", BLOCK + 30),
+        ("padded", 7, "learnable", WINDOW_BLOCK + 30),
     ],
 )
 def test_windows_and_sinks_are_those_of_transformers(rows: str, window: int, sinks: str, positions: int) -> None:
@@ -190,12 +190,12 @@ def test_windows_are_of_the_layers_that_the_pattern_marks() -> None:
 
 def test_a_long_row_never_computes_all_pairs_of_a_window() -> None:
     own = attention(window_size=(15, 0))
-    positions = 3 * BLOCK
+    positions = 3 * WINDOW_BLOCK
     tensors = [torch.randn(positions, 1, heads, TINY.head_dim) for heads in (TINY.heads, TINY.groups, TINY.groups)]
     with torch.profiler.profile(record_shapes=True) as seen:
         own(*tensors, None)
     keys = [event.input_shapes[1][2] for event in seen.events() if event.name == "aten::scaled_dot_product_attention"]
-    assert keys == [BLOCK, *[BLOCK + 15] * 2]
+    assert keys == [WINDOW_BLOCK, *[WINDOW_BLOCK + 15] * 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
