@@ -61,7 +61,10 @@ AGENTS = (topics.SESSIONS, topics.TURNS, topics.SNAPSHOTS)
 PARKED = topics.DEAD_LETTERS
 REFUSABLE = tuple(topic for topic in CATALOGUE if topic not in (topics.RUNS, topics.TREES, PARKED))
 """Topics whose readers dead-letter records. Readers of the other topics never do."""
-UNINDEXED = (topics.GROUP_REQUESTS, topics.GROUP_SCORES, topics.ENGINE_REQUESTS, topics.RUN_HEALTH)
+UNINDEXED = (
+    *(topics.GROUP_REQUESTS, topics.GROUP_SCORES, topics.ENGINE_REQUESTS),
+    *(topics.TRANSFERS, topics.RUN_HEALTH),
+)
 INDEXED = tuple(topic for topic in CATALOGUE if topic not in UNINDEXED)
 PRUNED = tuple(topic for topic in CATALOGUE if topic not in CONTROL)
 FEEDER = Access(
@@ -113,17 +116,17 @@ ACCESS: Mapping[str, Access] = {
         group=ConsumerGroup.TRAINER,
         consumes=(topics.BATCHES,),
         reads=(
-            *(topics.WEIGHTS, topics.ENGINES, topics.SESSIONS),
+            *(topics.WEIGHTS, topics.TRANSFERS, topics.ENGINES, topics.ENGINE_REQUESTS, topics.SESSIONS),
             *(topics.SAMPLES, topics.GROUP_REQUESTS, topics.TREES),  # experts, images; what evaluations need
         ),
-        writes=(topics.STEPS, topics.WEIGHTS),
+        writes=(topics.STEPS, topics.WEIGHTS, topics.TRANSFERS),
         owner=TransactionalId.TRAINER,
     ),
     "loader": Access(
         group=ConsumerGroup.LOADER,
         consumes=(topics.WEIGHTS,),
-        reads=(topics.ENGINES, topics.ENGINE_REQUESTS, topics.BATCHES),
-        writes=(topics.ENGINES,),
+        reads=(topics.ENGINES, topics.ENGINE_REQUESTS, topics.TRANSFERS, topics.BATCHES),
+        writes=(topics.ENGINES, topics.TRANSFERS),
         owner=TransactionalId.LOADER,
     ),
     "views": Access(

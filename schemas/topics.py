@@ -67,6 +67,7 @@ SCORES = Topic("sample-scores", "group_id", ("SampleScored",), "groups")
 BATCHES = Topic("sample-batches", "run_id", ("SampleBatchFormed", "BatchSkipped"), "one")
 STEPS = Topic("train-steps", "run_id", ("StepCompleted",), "one")
 WEIGHTS = Topic("weight-versions", "run_id", ("WeightVersionPublished",), "one")
+TRANSFERS = Topic("weight-transfers", "run_id", ("EngineWeightsAwaited", "WeightTransferBegun"), "one")
 ENGINES = Topic(
     "engine-status",
     "engine_id",
@@ -79,10 +80,11 @@ DEAD_LETTERS = Topic("dead-letters", "key", ("DeadLetter",), "one")
 
 CATALOGUE: tuple[Topic, ...] = (
     RUNS, GROUP_REQUESTS, TASKS, SESSIONS, TURNS, SNAPSHOTS, TOOL_CALLS, TOOL_RESULTS, TREES, SAMPLES, GROUP_SCORES,
-    SCORES, BATCHES, STEPS, WEIGHTS, ENGINES, ENGINE_REQUESTS, RUN_HEALTH, DEAD_LETTERS,
+    SCORES, BATCHES, STEPS, WEIGHTS, TRANSFERS, ENGINES, ENGINE_REQUESTS, RUN_HEALTH, DEAD_LETTERS,
 )  # fmt: skip
 CONTROL: tuple[Topic, ...] = (
-    RUNS, GROUP_REQUESTS, GROUP_SCORES, BATCHES, STEPS, WEIGHTS, ENGINES, ENGINE_REQUESTS, RUN_HEALTH, DEAD_LETTERS,
+    RUNS, GROUP_REQUESTS, GROUP_SCORES, BATCHES, STEPS, WEIGHTS, TRANSFERS, ENGINES, ENGINE_REQUESTS, RUN_HEALTH,
+    DEAD_LETTERS,
 )  # fmt: skip
 """Topics that roles and operators read from the beginning: they are small and kept for the life of the run. Of every
 other topic only records of unfinished work are needed, so older ones may be deleted once they are archived

@@ -38,8 +38,12 @@ of sha256('["rollout","GROUP_ID",0]'). `record` stands for the record's name.
 | id | the array |
 |---|---|
 {ids}
-A record that is written again has the same `event_id`: keep results under it. Records of engine-status have a new one
-each time.
+A record that is written again has the same `event_id`: keep results under it. Records of engine-status, and
+EngineWeightsAwaited, have a new one each time.
+
+**Weight versions.** With `[trainer] publish = "direct"` a version has two records, or only the first: `state` announced
+has `digests` and no files; durable has files and `checksums`. The later record of a version replaces the earlier one.
+`weight-transfers` says which engines take part in a transfer; engine-status says which of them have the version.
 
 **Counters** begin at 0: `rollout_index`, `attempt` of a session, `turn.index`, `call_seq`, `segment_index`, `draw`,
 `dataset_epoch`, `index`, `batch_index`, `draw_index`, `part`, `incarnation`, `version`. Those that count what has been
@@ -80,6 +84,8 @@ IDS = {
     "`event_id` of SampleBatchFormed, BatchSkipped": "record, run_id, batch_index",
     "`event_id` of StepCompleted": "record, run_id, batch_index, incarnation",
     "`event_id` of WeightVersionPublished": "record, run_id, version",
+    "`event_id` of a version's second WeightVersionPublished": 'record, run_id, version, "durable"',
+    "`event_id` of WeightTransferBegun": "record, run_id, version, attempt",
     "`event_id` of RunConfigured": "record, run_id",
     "`event_id` of SkipRequested": "record, topic, partition, offset",
     "`event_id` of DeadLetter": '"dead-letter", topic, partition, offset',

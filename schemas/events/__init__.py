@@ -25,21 +25,21 @@ from turnlog.schemas.events.turns import (
     Boundary, ExpertsLayout, FinishReason, ImageRef, TokenSnapshot, TurnCompleted, VersionSpan, sampled_tokens,
 )  # fmt: skip
 from turnlog.schemas.events.weights import (
-    EngineDraining, EngineGone, EngineRegistered, EngineRequested, EngineWeightsLoaded, EngineWeightsRefused,
-    WeightFile, WeightVersionPublished,
+    EngineDraining, EngineGone, EngineRegistered, EngineRequested, EngineWeightsAwaited, EngineWeightsLoaded,
+    EngineWeightsRefused, WeightFile, WeightTransferBegun, WeightVersionPublished,
 )  # fmt: skip
 
 __all__ = [
     "ALL", "UNWRITTEN", "Agent", "BatchSample", "BatchSkipped", "Boundary", "DeadLetter", "DroppedSample",
     "EgressRequest", "EgressSource", "EngineDraining", "EngineGone", "EngineRegistered", "EngineRequested",
-    "EngineWeightsLoaded", "EngineWeightsRefused", "Environment", "Event", "Expects", "ExpertRows", "ExpertsLayout",
-    "FinishReason", "GroupClosed", "GroupEmitted", "GroupRequested", "GroupScored", "GroupStatus", "ImageRef",
-    "Limits", "MaskReason", "Outcome", "PlayerScore", "Purpose", "RewardAssigned", "RewardFailed", "RoleFailed",
-    "RoleScore", "RolloutRequested", "RolloutScore", "RunConfigured", "RunParent", "RunPlace", "RunPlanned",
-    "SampleBatchFormed", "SampleScored", "SampleSpan", "Sampling", "SandboxLimits", "SandboxSpec", "SegmentSample",
-    "SessionAdopted", "SessionFinished", "SessionStarted", "SkipRequested", "SourcePosition", "StepCompleted",
-    "StepRewardAssigned", "TokenSnapshot", "ToolCallCancelled", "ToolCallCompleted", "ToolCallRequested",
-    "ToolCallStarted", "ToolStatus", "TreeBooks", "TreeLineage", "TreeNode", "TreeSegment", "TurnCompleted",
-    "TurnTreeAssembled", "Verifier", "VersionSpan", "WeightFile", "WeightVersionPublished", "Weighting",
-    "sampled_tokens",
+    "EngineWeightsAwaited", "EngineWeightsLoaded", "EngineWeightsRefused", "Environment", "Event", "Expects",
+    "ExpertRows", "ExpertsLayout", "FinishReason", "GroupClosed", "GroupEmitted", "GroupRequested", "GroupScored",
+    "GroupStatus", "ImageRef", "Limits", "MaskReason", "Outcome", "PlayerScore", "Purpose", "RewardAssigned",
+    "RewardFailed", "RoleFailed", "RoleScore", "RolloutRequested", "RolloutScore", "RunConfigured", "RunParent",
+    "RunPlace", "RunPlanned", "SampleBatchFormed", "SampleScored", "SampleSpan", "Sampling", "SandboxLimits",
+    "SandboxSpec", "SegmentSample", "SessionAdopted", "SessionFinished", "SessionStarted", "SkipRequested",
+    "SourcePosition", "StepCompleted", "StepRewardAssigned", "TokenSnapshot", "ToolCallCancelled",
+    "ToolCallCompleted", "ToolCallRequested", "ToolCallStarted", "ToolStatus", "TreeBooks", "TreeLineage",
+    "TreeNode", "TreeSegment", "TurnCompleted", "TurnTreeAssembled", "Verifier", "VersionSpan", "WeightFile",
+    "WeightTransferBegun", "WeightVersionPublished", "Weighting", "sampled_tokens",
 ]  # fmt: skip

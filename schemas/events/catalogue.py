@@ -28,8 +28,10 @@ from turnlog.schemas.events.weights import (
     EngineGone,
     EngineRegistered,
     EngineRequested,
+    EngineWeightsAwaited,
     EngineWeightsLoaded,
     EngineWeightsRefused,
+    WeightTransferBegun,
     WeightVersionPublished,
 )
 
@@ -45,8 +47,9 @@ ALL: dict[str, type] = {
         TurnCompleted, TokenSnapshot,
         ToolCallRequested, ToolCallCancelled, ToolCallStarted, ToolCallCompleted,
         TurnTreeAssembled, SegmentSample, GroupScored, GroupEmitted, SampleScored,
-        SampleBatchFormed, BatchSkipped, StepCompleted, WeightVersionPublished,
-        EngineRegistered, EngineWeightsLoaded, EngineWeightsRefused, EngineDraining, EngineGone, EngineRequested,
+        SampleBatchFormed, BatchSkipped, StepCompleted, WeightVersionPublished, WeightTransferBegun,
+        EngineRegistered, EngineWeightsAwaited, EngineWeightsLoaded, EngineWeightsRefused, EngineDraining, EngineGone,
+        EngineRequested,
         RoleFailed, DeadLetter,
     )
 }  # fmt: skip

@@ -23,7 +23,8 @@ class WeightFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightVersionPublished(RunEvent):
-    """A Hugging Face model folder that engines can load."""
+    """A set of weights that engines can load. A version that training ranks send to engines directly has two records:
+    the first announces it, the second names the files of its durable copy, if one is written."""
 
     version: int
     """0 for the initial weights, then +1 with each publication, never reused."""
@@ -39,13 +40,13 @@ class WeightVersionPublished(RunEvent):
     base_version: int | None
     """Version that a delta changes, or the full version that an adapter rests on; null for full."""
     files: tuple[WeightFile, ...]
-    """Files of the folder. In a delta, NAME.delta holds the changes to the base's file NAME. An adapter has the files
-    that PEFT writes."""
+    """Files of a Hugging Face model folder. In a delta, NAME.delta holds the changes to the base's file NAME. An
+    adapter has the files that PEFT writes. Empty while the version is only announced."""
     dtype: str
     """Data type of the tensors; several types are joined by +."""
     checksums: dict[str, str]
     """Tensor name -> "HEX:SHAPE": sha256 of its little-endian bytes in row order, and its shape in the form 2x3 (empty
-    for a scalar)."""
+    for a scalar). Empty while the version is only announced."""
     checkpoint: str | None
     """Path or URI of the checkpoint that holds the same weights, if one was written."""
     dtypes: dict[str, str] = field(default_factory=dict)
@@ -54,6 +55,38 @@ class WeightVersionPublished(RunEvent):
     """Share of the values that equal those of the previous version bit for bit: "published" compares them as published,
     "bfloat16" compares float32 values rounded to bfloat16. Empty for the first weights of a generation of the trainer,
     and without delta_chain."""
+    state: str = "durable"
+    """announced: engines get the weights from the training ranks alone, and no file holds them yet. durable: `files`
+    hold them."""
+    transport: str = "store"
+    """store: engines load the files. direct: training ranks send the tensors to the engines
+    (WeightTransferBegun)."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Tensor name -> "HEX:SHAPE": 64-bit digest of its bytes (infra/tensors/digests.py), which engines compute after
+    they have loaded it, and its shape. Empty for adapters, and in the second record of a version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightTransferBegun(RunEvent):
+    """Training ranks are ready to send an announced version to these engines. The last record of a version counts."""
+
+    version: int
+    incarnation: int
+    """Generation of the trainer, as in WeightVersionPublished."""
+    attempt: int
+    """0, then +1 each time the transfer begins again without the engines at which it failed."""
+    group: str
+    """Name of the process groups. Engines that have joined groups of this name use them again."""
+    address: str
+    """Host at which the group members meet (a TCPStore of torch), as engines reach it."""
+    port: int
+    """Port at that host."""
+    world_size: int
+    """Members of each group: one training rank, which has rank 0, and all ranks of the engines."""
+    senders: int
+    """Number of groups, one for each training rank that sends."""
+    members: dict[str, int]
+    """Engine -> rank of its first rank in each group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +119,26 @@ class EngineRegistered(EngineEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineWeightsAwaited(EngineEvent):
+    """The loader has read the announcement of a version, or has seen its transfer fail, and the engine can take part in
+    the next attempt."""
+
+    state: str
+    """State of the engine: starting, serving or released."""
+    version: int
+    """Weight version that is still served."""
+    awaited_version: int
+    """Weight version that was announced."""
+    attempt: int
+    """Attempt in which the engine can take part."""
+    ranks: int
+    """Number of the engine's ranks that join a transfer; 0 if the engine cannot take weights from training ranks and
+    waits for the durable copy."""
+    cause: str = ""
+    """Why the last attempt failed, or why the engine waits for the durable copy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineWeightsLoaded(EngineEvent):
     """The acknowledgement of a weight version."""
 
@@ -97,7 +150,7 @@ class EngineWeightsLoaded(EngineEvent):
     """Versions that were skipped because this newer one was already available."""
     seconds: dict[str, float]
     """Duration by phase: fetch, verify, pause, load, check, resume; for an adapter, which pauses nothing: fetch,
-    verify, load, check."""
+    verify, load, check; for weights sent by training ranks: join, pause, load, check, resume."""
     base_version: int | None = None
     """Version of the engine's own weights if `version` is an adapter. A request selects the adapter by its name
     (lora_path, the decimal digits of `version`). null: the engine's own weights are `version`."""

@@ -38,7 +38,24 @@ class Longest:
         return f"set {self.into}, which until then is raised to this value"
 
 
-FORMER: Mapping[str, Fixed | Longest] = {
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A former setting of something that no longer exists; its value is ignored."""
+
+    instead: str
+    """Remedy, as text."""
+
+    @property
+    def fate(self) -> str:
+        """Text for people about what became of the key."""
+        return self.instead
+
+
+BY_DISK = (
+    "engines read the folder of a version themselves, under the same path as the loader; to send weights from the "
+    'training ranks to the engines, set [trainer] publish = "direct" (docs/engines.md)'
+)
+FORMER: Mapping[str, Fixed | Longest | Gone] = {
     "alerts.every_s": Fixed("15 s"),
     "archive.buffer_bytes": Fixed("256 MiB"),
     "archive.max_bytes": Fixed("32 MiB"),
@@ -55,6 +72,8 @@ FORMER: Mapping[str, Fixed | Longest] = {
     "liveness.registry_s": Longest("servers_s"),
     "liveness.store_s": Longest("servers_s"),
     "loader.attempts": Fixed("3 attempts"),
+    "loader.group_backend": Gone(BY_DISK),
+    "loader.transport": Gone(BY_DISK),
     "registry.max_body_bytes": Fixed("1 MiB"),
     "sandbox.health_s": Fixed("10 s"),
     "sandbox.max_uses": Fixed("1000 calls"),

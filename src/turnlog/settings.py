@@ -484,9 +484,11 @@ class TrainerSettings(LearningSettings):
     weight."""
     lora_alpha: Scale = 32.0
     """Scale of the adapters: their output is multiplied by lora_alpha / lora_rank."""
-    publish: Literal["merged", "adapter"] = "merged"
-    """merged: publish whole models with the adapters merged in. adapter: publish only the adapters, after the weights
-    that they rest on; engines serve each under a name of its own and need --enable-lora."""
+    publish: Literal["merged", "adapter", "direct"] = "merged"
+    """merged: publish whole models with the adapters merged in, through the object store. adapter: publish only the
+    adapters, after the weights that they rest on; engines serve each under a name of its own and need --enable-lora.
+    direct: as merged, but the training ranks send the tensors directly to the engines, and copies are written to the
+    object store while training goes on ([weights]; docs/engines.md says what engines need)."""
     router_replay: Literal["auto", "only", "off"] = "auto"
     """Experts of rows of a mixture. auto: those that engines recorded; rows without recorded experts train on the
     choice of the trainer's routers. only: rows without recorded experts are masked, as `unrouted`. off: always the
@@ -579,17 +581,32 @@ class TrainerSettings(LearningSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsSettings:
+    """[weights] How training ranks send weights to engines if trainer.publish is direct."""
+
+    durable_every: Count = 1
+    """Number of versions from one copy in the object store to the next; 1 stores every version. The first version of
+    each start of the trainer, the last one of the run, and versions that an engine missed are always stored."""
+    timeout_s: Seconds = 60.0
+    """Maximum seconds that training waits for engines to take a version, all attempts together. Engines that have not
+    taken it by then load the stored copy."""
+    join_s: Seconds = 5.0
+    """Maximum seconds for engines to report that they are ready for a version. The transfer begins without those that
+    do not report in time."""
+    bucket_mb: Count = 512
+    """Memory in MiB that each training rank and each rank of an engine uses beside the model to send or receive
+    tensors, in two halves: one is filled while the other is sent. A larger tensor is sent alone."""
+    host: str = ""
+    """Address of the trainer's machine itself, at which engines connect to the training ranks. Empty: the address that
+    it has on the route to the engines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSettings:
     """[loader] The roles that load published weights into engines, one per engine."""
 
     timeout_s: Seconds = 60.0
     """Maximum seconds for an engine to load a version."""
-    transport: Literal["disk", "tensor", "distributed"] = "disk"
-    """Transport of verified files to an engine. disk: the engine reads them itself, under the same path. tensor:
-    through shared memory of the machine that runs both. distributed: by broadcast, from any machine. The last two need
-    torch."""
-    group_backend: Literal["gloo", "nccl"] = "gloo"
-    """Backend of the broadcast. nccl is for engines on CUDA, and the loader then needs a device of its own."""
     silent_s: Seconds = 4.0
     """Seconds without an answer after which an engine is given no new turns until it answers again."""
     gone_s: Seconds = 30.0
@@ -724,6 +741,7 @@ class Settings:
     assembler: AssemblerSettings = field(default_factory=AssemblerSettings)
     batcher: BatcherSettings = field(default_factory=BatcherSettings)
     trainer: TrainerSettings = TrainerSettings()
+    weights: WeightsSettings = WeightsSettings()
     loader: LoaderSettings = LoaderSettings()
     views: ViewsSettings = ViewsSettings()
     archive: ArchiveSettings = ArchiveSettings()
@@ -795,6 +813,7 @@ def override_settings(
             "that switch to new weights would have experts of both; set engine.update to abort, or omit it"
         )
     _check_colocation(found, source)
+    _check_direct(found, source)
     return found
 
 
@@ -831,6 +850,30 @@ def _check_colocation(settings: Settings, source: str) -> None:
     if settings.engine.update == "in_place":
         raise SettingsError(
             f"{source}: engine.colocate releases the cache, but engine.update is in_place: set it to retract or abort"
+        )
+
+
+def _check_direct(settings: Settings, source: str) -> None:
+    """Raise SettingsError if training ranks are to send weights to engines and limits of the two sides do not fit."""
+    if settings.trainer.publish != "direct":
+        return
+    weights, loader = settings.weights, settings.loader
+    if weights.join_s >= weights.timeout_s:
+        raise SettingsError(
+            f"{source}: weights.join_s is {weights.join_s:g} and weights.timeout_s is {weights.timeout_s:g}: engines "
+            "that join late would leave no time to send; set weights.join_s below weights.timeout_s"
+        )
+    if weights.timeout_s >= settings.trainer.collective_timeout_s:
+        raise SettingsError(
+            f"{source}: weights.timeout_s is {weights.timeout_s:g} and trainer.collective_timeout_s is "
+            f"{settings.trainer.collective_timeout_s:g}: ranks would give each other up while one of them waits for "
+            "engines; set weights.timeout_s below trainer.collective_timeout_s"
+        )
+    if loader.timeout_s < weights.timeout_s:
+        raise SettingsError(
+            f"{source}: loader.timeout_s is {loader.timeout_s:g} and weights.timeout_s is {weights.timeout_s:g}: "
+            "loaders would give up while the training ranks still send; set loader.timeout_s to at least "
+            "weights.timeout_s"
         )
 
 

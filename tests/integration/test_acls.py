@@ -390,12 +390,17 @@ RARE: dict[str, set[tuple[str, str]]] = {
     "run": {("Read", "segment-samples"), ("Read", "tasks")},  # as of the feeder
     "fork": {("Read", "fork-weight-versions")},  # of a run that has begun, which is refused
     "prune": {("Delete", "sample-scores")},  # nobody wrote any
-    "gc": {("Read", "sample-scores")},
+    "gc": {("Read", "sample-scores"), ("Read", "weight-transfers")},  # nobody wrote any
+    "reader": {("Read", "weight-transfers")},
     "alerts": {("Read", topic.name) for topic in CATALOGUE if topic.name != "run-health"},  # as of lag
-    "loader": {("Read", "sample-batches")},  # where engines and trainer take turns on their devices
+    "loader": {  # where engines and trainer take turns on their devices; where ranks send weights
+        *(("Read", one) for one in ("sample-batches", "weight-transfers")),
+        ("Write", "weight-transfers"),
+    },
     "trainer": {  # the same; evaluations, experts and images
-        ("Read", "engine-status"),
+        *(("Read", one) for one in ("engine-status", "engine-requests", "weight-transfers")),
         *(("Read", one) for one in ("group-requests", "segment-samples", "turn-trees")),
+        ("Write", "weight-transfers"),
     },
     "up": {
         *((operation, name) for operation in ("Read", "Write") for name in ("engine-status", "engine-requests")),
