@@ -27,12 +27,13 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tiny_model(folder: Path, *, seed: int = 0) -> Path:
-    """Write config, weights, tokenizer and chat template into `folder`; the same seed gives the same bytes."""
+def make_tiny_model(folder: Path, *, seed: int = 0, **shape: Any) -> Path:
+    """Write config, weights, tokenizer and chat template into `folder`; the same seed gives the same bytes. `shape`:
+    values of the config that differ."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = tiny_tokenizer()
-    return write_model(folder, tokenizer, Qwen3ForCausalLM, Qwen3Config(**_shape(tokenizer)), seed)
+    return write_model(folder, tokenizer, Qwen3ForCausalLM, Qwen3Config(**_shape(tokenizer) | shape), seed)
 
 
 def make_tiny_moe(folder: Path, *, seed: int = 0) -> Path:

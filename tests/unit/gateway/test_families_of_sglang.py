@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.proofs import each_family
-from tests.reference.served import check_logprobs, connected, publish, sample, samples, weights_of, write_model
+from tests.reference.served import check_logprobs, connected, publish, sample, samples, send, weights_of, write_model
 from turnlog.infra.embedded.servers import EngineServer
-from turnlog.infra.tensors.transports import SharedMemory
 from turnlog.settings import EngineSettings
 from turnlog.trainer.families.shape import ModelShape
 
@@ -34,7 +33,7 @@ async def test_log_probs_are_those_of_transformers_also_with_the_next_weights(
                 one = await sample(engine, [7, *PROMPTS[2]], experts=True)
                 assert one.experts is not None
                 check_logprobs(shape, state, [one], within=1e-4)
-            for number, transport in ((1, None), (2, SharedMemory())):
+            for number, give in ((1, publish), (2, send)):  # by the store, and from the training ranks
                 state = weights_of(shape, 1 + number)
-                await publish(server.url, model, state, number, transport)
+                await give(server.url, model, state, number)
                 check_logprobs(shape, state, await samples(engine, PROMPTS), within=1e-4)

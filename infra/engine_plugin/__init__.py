@@ -1,0 +1,1 @@
+"""turnlog's plugin for SGLang, with which engines receive weights from training ranks (docs/engines.md)."""
