@@ -95,6 +95,11 @@ class Ranks(ABC):
     def call(self, method: Callable[Concatenate[Learner, P], R], *arguments: P.args, **named: P.kwargs) -> R:
         """Call a method of Learner on every rank and return its result at rank 0."""
 
+    @abstractmethod
+    def call_beside(self, method: Callable[Concatenate[Learner, P], R], *arguments: P.args, **named: P.kwargs) -> R:
+        """Call a method of Learner that is not collective at rank 0 alone, also from another thread while `call` is in
+        progress."""
+
 
 class RanksCall(Protocol):
     """`Ranks.call` for a coroutine: the ranks compute elsewhere."""
@@ -128,6 +133,10 @@ class RankZero(Ranks):
                     dist.barrier(self._control)  # all have mapped it
         elif self._world_size > 1:
             dist.broadcast_object_list([call], src=0, group=self._control)
+        return method(self._learner, *arguments, **named)
+
+    def call_beside(self, method: Callable[Concatenate[Learner, P], R], *arguments: P.args, **named: P.kwargs) -> R:
+        """Call the method here."""
         return method(self._learner, *arguments, **named)
 
 

@@ -18,6 +18,7 @@ ends later, whose connections close.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import os
@@ -29,8 +30,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
+from typing import Any, Concatenate
 
 import torch
 import torch.distributed as dist
@@ -43,8 +46,9 @@ from turnlog.infra.roles.log_lines import instance_of
 from turnlog.names import EntryPointGroup
 from turnlog.trainer import LOCAL_RANK, LayoutUnfit, RankLost, mcore
 from turnlog.trainer.algorithms.logprobs import check_teacher
-from turnlog.trainer.calls import Ranks, RankZero, follow
-from turnlog.trainer.checkpoints.places import StorePlace
+from turnlog.trainer.calls import P, R, Ranks, RankZero, follow
+from turnlog.trainer.checkpoints.exports import Exports
+from turnlog.trainer.checkpoints.places import RunBlobs, StorePlace
 from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.layouts import GB, TrainedModels, check_layout, check_memory
 from turnlog.trainer.learner import Learner
@@ -281,12 +285,13 @@ def serve_rank(
     layout: Mapping[str, int],
     port: int,
     place: StorePlace | None = None,
+    blobs: RunBlobs | None = None,
     join_s: float = JOIN_S,
 ) -> None:
     """Be a rank other than 0 until released; rank 0 sends the plan.
 
     For `layout`, see `layout_of`. With port 0 the ranks meet as torchrun's environment describes. `place` is the
-    storage of checkpoints, with the settings and the cache of this machine.
+    storage of checkpoints and `blobs` that of weights, with the settings and the cache of this machine.
     """
     store = meeting_place(port, world_size) if port else None
     if store:
@@ -296,7 +301,7 @@ def serve_rank(
         dist.broadcast_object_list(box, src=0, group=control)
         assert box[0] is not None
         with beating(*_meeting_address(store), rank):
-            follow(learner_of(dataclasses.replace(box[0], place=place)), control)
+            follow(learner_of(dataclasses.replace(box[0], place=place, blobs=blobs)), control)
 
 
 def layout_of(options: LearnerOptions) -> dict[str, int]:
@@ -317,7 +322,7 @@ def _rank_zero(plan: LearningPlan, store: TCPStore | None, beat: Beat) -> Iterat
             yield RankZero(learner_of(plan), control, 1)
             return
         # Credentials of the object store are not sent between machines: each has its own settings.
-        dist.broadcast_object_list([dataclasses.replace(plan, place=None)], src=0, group=control)
+        dist.broadcast_object_list([dataclasses.replace(plan, place=None, blobs=None)], src=0, group=control)
         everyone = RankZero(learner_of(plan), control, plan.world_size)
         with watch_heartbeats(*_meeting_address(store), plan.world_size, beat):
             yield everyone
@@ -341,6 +346,7 @@ def learner_of(plan: LearningPlan) -> Learner:
         critic=plan.objective.critic is not None,
         teacher=teacher,
         place=plan.place,
+        exports=Exports(plan.blobs, chain=plan.delta_chain),
     )
     limit_collectives(plan.collective_timeout_s)  # loading may take longer, if the ranks' disks differ
     return learner
@@ -358,12 +364,13 @@ def _start(plan: LearningPlan, rank: int, port: int) -> subprocess.Popen[bytes]:
     child = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
     assert child.stdin is not None
     with contextlib.suppress(BrokenPipeError), child.stdin:  # await_ranks notices that it ended
-        pickle.dump(plan.place, child.stdin)
+        pickle.dump((plan.place, plan.blobs), child.stdin)
     return child
 
 
 def main(arguments: list[str]) -> None:
-    """Serve until rank 0 releases this rank or dies. Standard input holds the pickled place of checkpoints."""
+    """Serve until rank 0 releases this rank or dies. Standard input holds the pickled places of checkpoints and
+    weights."""
     for number in (signal.SIGTERM, signal.SIGINT):  # a shutdown or a terminal signals every process:
         signal.signal(number, signal.SIG_IGN)  # rank 0 needs us for a last checkpoint, and we end with it
     *numbers, join_s = arguments
@@ -371,8 +378,10 @@ def main(arguments: list[str]) -> None:
     log_lines.begin(os.environ, sys.stderr)
     log_lines.speaks("trainer", run=os.environ.get("TURNLOG_RUN_ID", ""), instance=f"{instance_of('trainer')}-{rank}")
     layout = dict(zip(layout_of(LearnerOptions()), shares, strict=True))
-    place = pickle.load(sys.stdin.buffer)  # written by our own parent
-    serve_rank(rank=rank, world_size=world_size, layout=layout, port=port, place=place, join_s=float(join_s))
+    place, blobs = pickle.load(sys.stdin.buffer)  # written by our own parent
+    serve_rank(
+        rank=rank, world_size=world_size, layout=layout, port=port, place=place, blobs=blobs, join_s=float(join_s)
+    )
 
 
 if __name__ == "__main__":
@@ -424,3 +433,45 @@ def on_ray(plan: LearningPlan, beat: Beat) -> AbstractContextManager[Ranks]:
         raise LayoutUnfit(f'trainer.launcher = "ray" needs {error.name}: pip install turnlog[ray]') from error
     ranks_of_cluster: AbstractContextManager[Ranks] = actors(plan, beat)
     return ranks_of_cluster
+
+
+class LearnerThread:
+    """The ranks, called from a dedicated thread, so that a step never blocks clients, health checks and signals."""
+
+    def __init__(self, plan: LearningPlan, beat: Beat) -> None:
+        """`beat` is called as in ranks."""
+        self._plan, self._beat = plan, beat
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
+        self._open = ExitStack()
+        self._ranks: Ranks | None = None
+
+    async def __aenter__(self) -> LearnerThread:
+        try:
+            self._ranks = await self._run(lambda: self._open.enter_context(ranks(self._plan, self._beat)))
+        except BaseException:
+            self._thread.shutdown()
+            raise
+        return self
+
+    async def __aexit__(self, *failure: Any) -> None:
+        try:
+            await self._run(lambda: self._open.__exit__(*failure))
+        finally:
+            self._thread.shutdown()
+
+    async def call(self, method: Callable[Concatenate[Learner, P], R], *arguments: P.args, **named: P.kwargs) -> R:
+        """Call a method of Learner on all ranks, in the thread."""
+        everyone = self._ranks
+        assert everyone is not None
+        return await self._run(lambda: everyone.call(method, *arguments, **named))
+
+    async def call_beside(
+        self, method: Callable[Concatenate[Learner, P], R], *arguments: P.args, **named: P.kwargs
+    ) -> R:
+        """Call a method of Learner that is not collective at rank 0, in another thread."""
+        everyone = self._ranks
+        assert everyone is not None
+        return await asyncio.to_thread(lambda: everyone.call_beside(method, *arguments, **named))
+
+    async def _run(self, work: Callable[[], R]) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -18,7 +18,7 @@ from turnlog.settings import Settings, SettingsError, TrainerSettings
 from turnlog.trainer.algorithms.objective import PolicyGradient as PolicyGradient
 from turnlog.trainer.algorithms.objective import imitation as imitation
 from turnlog.trainer.algorithms.tokens import CriticRules, choose_algorithm, chosen_auxiliary
-from turnlog.trainer.checkpoints.places import StorePlace, contents_sha256
+from turnlog.trainer.checkpoints.places import RunBlobs, StorePlace, contents_sha256
 from turnlog.trainer.layouts import check_layout as check_layout
 from turnlog.trainer.layouts import check_options
 
@@ -152,6 +152,10 @@ class LearningPlan:
     """Number of the run's steps before its critic began."""
     place: StorePlace | None = None
     """Storage of checkpoints, unless it is a folder."""
+    blobs: RunBlobs | None = None
+    """Store of the weights that ranks publish; None if their files stay where they are."""
+    delta_chain: int = 0
+    """Maximum number of consecutive versions that hold changes alone."""
     device_memory_gb: float = 0.0
     """Memory of a rank's device in GB; 0 if the device itself says it."""
 
@@ -255,6 +259,7 @@ def learning_plan(settings: Settings, *, cuda: bool | None = None) -> LearningPl
         ray_address=trainer.ray_address,
         ray_placement=trainer.ray_placement,
         device_memory_gb=trainer.device_memory_gb,
+        delta_chain=trainer.delta_chain,
     )
 
 

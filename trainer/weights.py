@@ -13,12 +13,11 @@ import logging
 import math
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,10 +25,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from turnlog.infra.tensors import adapters
 from turnlog.infra.tensors.files import (
     CODES,
-    MODEL,
     SHARD_BYTES,
     SUFFIX,
     NoWeights,
@@ -46,8 +43,6 @@ from turnlog.trainer.models import lora
 
 log = logging.getLogger(__name__)
 Tensors = dict[str, torch.Tensor]
-Of = Literal["merged", "base", "adapter"]
-"""merged: the whole model; base: the model without what its low-rank adapters add; adapter: only these, in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +98,7 @@ def load_weights(model: Any, state: Mapping[str, torch.Tensor], shape: ModelShap
     places = {name: (tensor, at) for tensor in tensors_of(shape) for at, name in enumerate(tensor.names)}
     rank = mcore.parallel_state.get_tensor_model_parallel_rank()
     size = mcore.parallel_state.get_tensor_model_parallel_world_size()
-    first = _first(model, shape)
+    first = Numbering.of_model(model, shape)
     for name, parameter in model.named_parameters():
         if name.endswith(lora.ADAPTERS):
             continue
@@ -121,133 +116,11 @@ def load_weights(model: Any, state: Mapping[str, torch.Tensor], shape: ModelShap
                 values[filled:].zero_()  # those that are added to the vocabulary
 
 
-class Export:
-    """The model's tensors under Hugging Face names, or its adapters under PEFT's, one by one at rank 0.
-
-    Added rows are left out. Construction and each iteration are collective; the other ranks send their parts as it
-    proceeds.
-    """
-
-    def __init__(self, model: Any, shape: ModelShape, of: Of = "merged") -> None:
-        self._shape, self._first, self._rank = shape, _first(model, shape), dist.get_rank()
-        self._adapted = lora.adapted_modules(model) if of == "merged" else {}
-        self._adapter = of == "adapter"
-        self._mine: dict[str, tuple[str, Any]] = {}
-        for name, parameter in model.named_parameters():
-            if name.endswith(lora.ADAPTERS) == self._adapter and not (name == OUTPUT and shape.tied):
-                for each, values in unstack(name, parameter.detach()):
-                    of_ranks = EXPERT in each
-                    names = self._first.global_names(each) if of_ranks else [self._first.global_name(each)]
-                    self._mine |= dict.fromkeys(names, (each, values if of_ranks else parameter))
-        types = {name: parameter.dtype for name, (_, parameter) in self._mine.items()}
-        stages = [types]
-        if mcore.parallel_state.get_pipeline_model_parallel_world_size() > 1:
-            group = mcore.parallel_state.get_pipeline_model_parallel_group()
-            stages = [{} for _ in range(group.size())]
-            dist.all_gather_object(stages, types, group=group)
-        held = {name: (stage, of_stage[name]) for stage, of_stage in enumerate(stages) for name in of_stage}
-        tensors = lora.factors(model, tensors_of(shape), held) if self._adapter else tensors_of(shape)
-        found = [(tensor, *held[tensor.names[0]]) for tensor in tensors]
-        # Wide values first, so that each tensor is aligned for its dtype.
-        self._plan: list[tuple[Tensor, int, torch.dtype]] = sorted(found, key=lambda each: -each[2].itemsize)
-        carried = {} if self._adapter else getattr(model, "carried", {})
-        ordered = sorted(carried.items(), key=lambda each: -each[1].itemsize)
-        widest = max(dtype.itemsize for _, _, dtype in self._plan)
-        self._before = [each for each in ordered if each[1].itemsize >= widest]
-        self._after = ordered[len(self._before) :]
-
-    @property
-    def specs(self) -> list[TensorSpec]:
-        """Specifications of the tensors, in order."""
-        own = [
-            TensorSpec(name, _code(torch.float32 if self._adapter else dtype), size)
-            for tensor, _, dtype in self._plan
-            for name, size in tensor.parts
-        ]
-        before, after = (
-            [TensorSpec(name, _code(tensor.dtype), tuple(tensor.shape)) for name, tensor in carried]
-            for carried in (self._before, self._after)
-        )
-        return before + own + after
-
-    @torch.no_grad()
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, values) at rank 0, nothing elsewhere. On a CPU the values may share memory with the model."""
-        yield from self._before
-        for tensor, stage, dtype in self._plan:
-            whole = self._at_rank_zero(tensor, stage, dtype)
-            if whole is not None:
-                held = whole.cpu()
-                yield from _to_hugging_face(tensor, held.float() if self._adapter else held, self._shape)
-        yield from self._after
-
-    def _at_rank_zero(self, tensor: Tensor, stage: int, dtype: torch.dtype) -> torch.Tensor | None:
-        state = mcore.parallel_state
-        own_stage, stages = state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()
-        whole = self._of_stage(tensor) if own_stage == stage else None
-        if stage == 0 or stages == 1:
-            return whole if self._rank == 0 else None
-        group = state.get_pipeline_model_parallel_group()
-        ranks = dist.get_process_group_ranks(group)
-        if ranks[0] != 0:
-            return None
-        if whole is not None:
-            dist.send(whole.contiguous(), 0, group=group)
-        if self._rank != 0:
-            return None
-        whole = torch.empty(tensor.size, dtype=dtype, device=mcore.DEVICE)
-        dist.recv(whole, ranks[stage], group=group)
-        return whole
-
-    def _of_stage(self, tensor: Tensor) -> torch.Tensor:
-        """Gather one of this stage's tensors from all tensor- or expert-parallel ranks."""
-        if tensor.experts:
-            return torch.stack([self._of_expert(name) for name in tensor.names])
-        name, parameter = self._mine[tensor.megatron]
-        if EXPERT in name:
-            return self._of_expert(tensor.megatron)
-        merged = lora.merge_adapter(parameter.detach(), self._adapted.get(name))
-        whole: torch.Tensor = _gather_parameter(tensor, parameter, merged)
-        return whole[: self._shape.vocabulary] if name in (EMBEDDING, OUTPUT) else whole
-
-    def _of_expert(self, megatron: str) -> torch.Tensor:
-        """Return a parameter of an expert, from the expert-parallel rank that has it."""
-        name, parameter = self._mine[megatron]
-        owner = self._first.global_names(name).index(megatron)
-        mine: torch.Tensor = parameter.detach()
-        if self._first.expert_ranks == 1:
-            return mine
-        group = mcore.parallel_state.get_expert_model_parallel_group()
-        found = mine.contiguous() if owner == self._first.expert_rank else torch.empty_like(mine)
-        dist.broadcast(found, dist.get_process_group_ranks(group)[owner], group=group)
-        return found
-
-
-def export_weights(model: Any, shape: ModelShape) -> Tensors:
-    """Return the whole model in memory at rank 0, nothing elsewhere. Collective."""
-    return {name: tensor.detach().clone() for name, tensor in Export(model, shape)}
-
-
-def export_files(model: Any, shape: ModelShape, folder: Path, of: Of = "merged") -> Written | None:
-    """Write the model as safetensors files into rank 0's `folder`, with only one piece in memory at a time. Collective.
-
-    An adapter is written in PEFT's format, without its config. Returns None on ranks other than 0.
-    """
-    export = Export(model, shape, of)
-    if dist.get_rank() == 0:
-        stem, shard_bytes = (adapters.STEM, sys.maxsize) if of == "adapter" else (MODEL, SHARD_BYTES)
-        contents = ((name, tensor_bytes(tensor)) for name, tensor in export)
-        return write_weights(folder, export.specs, contents, shard_bytes=shard_bytes, stem=stem)
-    for _ in export:
-        raise AssertionError("rank 0 alone is given tensors")
-    return None
-
-
 def global_name(model: Any, shape: ModelShape) -> Callable[[str], str]:
     """Return a function from the name of this rank's parameter or module to the name with layers and experts counted
     over all ranks.
     """
-    return _first(model, shape).global_name
+    return Numbering.of_model(model, shape).global_name
 
 
 def fuse_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: ModelShape) -> torch.Tensor:
@@ -255,15 +128,6 @@ def fuse_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: ModelShap
     per_group = shape.heads // shape.groups
     parts = [x.reshape(shape.groups, heads * shape.head_dim, -1) for x, heads in ((q, per_group), (k, 1), (v, 1))]
     return torch.cat(parts, 1).reshape(shape.groups * (per_group + 2) * shape.head_dim, -1)
-
-
-def split_qkv(fused: torch.Tensor, shape: ModelShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the inverse of `fuse_qkv`."""
-    per_group, d = shape.heads // shape.groups, shape.head_dim
-    w = fused.reshape(shape.groups, (per_group + 2) * d, -1)
-    q, k, v = w[:, : per_group * d], w[:, per_group * d : (per_group + 1) * d], w[:, (per_group + 1) * d :]
-    kv = shape.groups * d
-    return q.reshape(shape.heads * d, -1), k.reshape(kv, -1), v.reshape(kv, -1)
 
 
 def group_rows(stacked: torch.Tensor, grouped: Grouped) -> torch.Tensor:
@@ -274,17 +138,6 @@ def group_rows(stacked: torch.Tensor, grouped: Grouped) -> torch.Tensor:
         for section, sizes in zip(torch.split(stacked, counts), grouped.sections, strict=True)
     ]
     return torch.cat(parts, 1).flatten(0, 1)
-
-
-def ungroup_rows(held: torch.Tensor, grouped: Grouped) -> torch.Tensor:
-    """Return the inverse of `group_rows`."""
-    counts = [math.prod(section) for section in grouped.sections]
-    by_group = torch.split(held.reshape(grouped.groups, -1, *held.shape[1:]), counts, 1)
-    parts = [
-        section.reshape(grouped.groups, kinds, heads, rows, *held.shape[1:]).transpose(1, 2).flatten(0, 3)
-        for section, (heads, kinds, rows) in zip(by_group, grouped.sections, strict=True)
-    ]
-    return torch.cat(parts)
 
 
 def _to_megatron(tensor: Tensor, at: int, state: Mapping[str, torch.Tensor], shape: ModelShape) -> Whole:
@@ -301,24 +154,8 @@ def _to_megatron(tensor: Tensor, at: int, state: Mapping[str, torch.Tensor], sha
     return Whole(parts, tensor.cut)
 
 
-def _to_hugging_face(tensor: Tensor, held: torch.Tensor, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
-    if tensor.interleaved:
-        held = torch.stack(held.chunk(2, 1), 2).flatten(1, 2)
-    if tensor.transposed:
-        held = held.mT
-    parts: tuple[torch.Tensor, ...] = (held,)
-    if tensor.joined == "shared":
-        parts = (held,) * len(tensor.parts)
-    elif tensor.grouped:
-        parts = torch.split(ungroup_rows(held, tensor.grouped), _rows(tensor))
-    elif tensor.joined:
-        parts = split_qkv(held, shape) if tensor.joined == "qkv" else torch.split(held, _rows(tensor), 0)
-    for (name, size), part in zip(tensor.parts, parts, strict=True):
-        yield name, part.reshape(size)
-
-
 @dataclass(frozen=True, slots=True)
-class _First:
+class Numbering:
     """The first global numbers of this rank's layers and experts."""
 
     layer: int
@@ -326,6 +163,17 @@ class _First:
     expert_ranks: int
     experts: int
     """Number of experts on this rank."""
+
+    @classmethod
+    def of_model(cls, model: Any, shape: ModelShape) -> Numbering:
+        """Return the numbers of this rank's part of the model."""
+        ranks = mcore.parallel_state.get_expert_model_parallel_world_size()
+        return cls(
+            layer=int(model.decoder.layers[0].layer_number) - 1,
+            expert_rank=mcore.parallel_state.get_expert_model_parallel_rank(),
+            expert_ranks=ranks,
+            experts=shape.experts // ranks,
+        )
 
     def global_name(self, name: str, expert_rank: int | None = None) -> str:
         """Return the parameter's name with its layer and expert counted over all ranks."""
@@ -358,39 +206,11 @@ def unstack(name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Ten
         yield f"{before}{EXPERT}{expert}.linear_{after}", values
 
 
-def _first(model: Any, shape: ModelShape) -> _First:
-    ranks = mcore.parallel_state.get_expert_model_parallel_world_size()
-    return _First(
-        layer=int(model.decoder.layers[0].layer_number) - 1,
-        expert_rank=mcore.parallel_state.get_expert_model_parallel_rank(),
-        expert_ranks=ranks,
-        experts=shape.experts // ranks,
-    )
-
-
 def _cut(tensor: torch.Tensor, dim: int | None, rank: int, size: int, rows: int | None) -> torch.Tensor:
     """Return this rank's part, a view; `rows` counts those of a vocabulary with the ones that are added at its end."""
     if rows is not None:
         return tensor[rank * rows // size : (rank + 1) * rows // size]
     return tensor if dim is None else tensor.chunk(size, dim)[rank]
-
-
-def _gather_parameter(tensor: Tensor, parameter: Any, mine: torch.Tensor) -> torch.Tensor:
-    """Gather a parameter's values from all tensor-parallel ranks."""
-    size = mcore.parallel_state.get_tensor_model_parallel_world_size()
-    if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
-        return mine
-    parts = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(parts, mine.contiguous(), group=mcore.parallel_state.get_tensor_model_parallel_group())
-    if tensor.joined == "stacked":
-        pieces = zip(*(torch.split(part, [rows // size for rows in _rows(tensor)], 0) for part in parts), strict=True)
-        return torch.cat([piece for of_ranks in pieces for piece in of_ranks], 0)
-    return torch.cat(parts, parameter.partition_dim)
-
-
-def _rows(tensor: Tensor) -> list[int]:
-    """Return the number of rows of each part."""
-    return [size[0] for _, size in tensor.parts]
 
 
 DESCRIPTION = ("config.json", "generation_config.json")

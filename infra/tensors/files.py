@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import struct
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -186,21 +187,33 @@ class ShardFile:
         return self._running.hexdigest()
 
 
-def shards(
-    specs: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES, stem: str = MODEL
-) -> list[tuple[str, list[TensorSpec]]]:
-    """Distribute tensors over files in the given order. Return (file name, tensors) for each."""
-    found: list[list[TensorSpec]] = [[]]
-    size = 0
-    for spec in specs:
-        if found[-1] and size + spec.nbytes > shard_bytes:
-            found.append([])
-            size = 0
-        found[-1].append(spec)
-        size += spec.nbytes
+Shards = list[tuple[str, list[TensorSpec]]]
+"""(file name, tensors) of each file, in order."""
+
+
+def shards(groups: Sequence[Sequence[TensorSpec]], shard_bytes: int = SHARD_BYTES, stem: str = MODEL) -> Shards:
+    """Distribute tensors over files in the given order; no file has tensors of two groups."""
+    found: list[list[TensorSpec]] = []
+    for group in groups:
+        size = sys.maxsize
+        for spec in group:
+            if size + spec.nbytes > shard_bytes:
+                found.append([])
+                size = 0
+            found[-1].append(spec)
+            size += spec.nbytes
     if len(found) == 1:
         return [(f"{stem}{SUFFIX}", found[0])]
     return [(f"{stem}-{number:05}-of-{len(found):05}{SUFFIX}", shard) for number, shard in enumerate(found, start=1)]
+
+
+def index_of(planned: Shards) -> dict[str, bytes]:
+    """Return the content of the index by its name, or nothing for a single file."""
+    if len(planned) == 1:
+        return {}
+    weight_map = {spec.name: name for name, shard in planned for spec in shard}
+    total = sum(spec.nbytes for _, shard in planned for spec in shard)
+    return {INDEX: json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, sort_keys=True).encode()}
 
 
 def write_weights(
@@ -209,11 +222,10 @@ def write_weights(
     tensors: Iterator[tuple[str, memoryview]],
     *,
     shard_bytes: int = SHARD_BYTES,
-    stem: str = MODEL,
 ) -> Written:
     """Write a folder's safetensors files, with an index if there are several. `tensors` yields (name, bytes) in the
     order of `specs`; none is retained after it has been written. Raises ValueError if the order differs."""
-    planned, sha256, checksums = shards(specs, shard_bytes, stem), dict[str, str](), dict[str, str]()
+    planned, sha256, checksums = shards([specs], shard_bytes), dict[str, str](), dict[str, str]()
     for name, shard in planned:
         with ShardFile(folder / name, shard) as file:
             for spec in shard:
@@ -223,12 +235,9 @@ def write_weights(
                 file.add(spec, (content,))
         sha256[name] = file.sha256
         checksums |= file.checksums
-    if len(planned) > 1:
-        weight_map = {spec.name: name for name, shard in planned for spec in shard}
-        total = sum(spec.nbytes for spec in specs)
-        index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, sort_keys=True).encode()
-        (folder / INDEX).write_bytes(index)
-        sha256[INDEX] = hashlib.sha256(index).hexdigest()
+    for name, index in index_of(planned).items():
+        (folder / name).write_bytes(index)
+        sha256[name] = hashlib.sha256(index).hexdigest()
     return Written(sha256, checksums, tuple(specs))
 
 

@@ -6,6 +6,7 @@ chat template, generation settings.
 
 ExportError
 ├── ExportRefused     FOLDER exists, or there is no such version: nothing was written
+│   └── OnlyAnnounced the version has no files: engines got it from the training ranks
 └── WeightsDamaged    bytes differ from those that were published: nothing was written
 """
 
@@ -31,17 +32,19 @@ from turnlog.infra.run_folder import sync
 from turnlog.infra.tensors import adapters
 from turnlog.infra.tensors.files import DTYPES, SUFFIX, TensorSpec, Written, places, write_weights
 from turnlog.infra.tensors.versions import BadWeights, Chain, assemble_version, chain_of
+from turnlog.processors.core.views.progress import ANNOUNCED
 from turnlog.schemas import topics
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.settings import Settings
 from turnlog.trainer.checkpoints.places import PART, CheckpointStorage, StorePlace
 from turnlog.trainer.checkpoints.state import read_common
+from turnlog.trainer.export import Of
 from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.lora import add_low_rank
 from turnlog.trainer.plan import ADAPTERS, LearnerOptions, parameter_type
-from turnlog.trainer.weights import DESCRIPTION, TOKENIZER, Of, description, read_tensors, read_weights, tensor_bytes
+from turnlog.trainer.weights import DESCRIPTION, TOKENIZER, description, read_tensors, read_weights, tensor_bytes
 
 CARD = "README.md"
 LICENCES = ("LICENSE", "LICENSE.txt", "NOTICE")
@@ -56,6 +59,10 @@ class ExportError(Exception):
 
 class ExportRefused(ExportError):
     """The export cannot be written; the message gives the reason."""
+
+
+class OnlyAnnounced(ExportRefused):
+    """No file holds the version. Remedy: another version, or a smaller [weights] durable_every in the next run."""
 
 
 class WeightsDamaged(ExportError):
@@ -96,16 +103,30 @@ class Exported:
 
 
 async def published_versions(role: Role) -> list[WeightVersionPublished]:
-    """Return the run's published versions, by number."""
-    found = {event.version: event for event in await all_events(role, topics.WEIGHTS)
-             if isinstance(event, WeightVersionPublished)}  # fmt: skip
+    """Return the run's published versions, by number. Of a version with two records, the one that names its files is
+    returned.
+    """
+    found: dict[int, WeightVersionPublished] = {}
+    for event in await all_events(role, topics.WEIGHTS):
+        if isinstance(event, WeightVersionPublished) and (event.state != ANNOUNCED or event.version not in found):
+            found[event.version] = event
     return [found[number] for number in sorted(found)]
 
 
 async def export_version(role: Role, folder: Path, number: int | None) -> Exported:
-    """Write the published version `number`, None for the newest. Raises ExportError, BlobMissing, StoreUnavailable."""
+    """Write the published version `number`, None for the newest that has files. Raises ExportError, BlobMissing,
+    StoreUnavailable.
+    """
     found = await published_versions(role)
-    event = next((one for one in reversed(found) if number in (None, one.version)), None)
+    durable = [one for one in found if one.state != ANNOUNCED]
+    event = next((one for one in reversed(durable) if number in (None, one.version)), None)
+    if event is None and any(one.version == number for one in found):
+        assert number is not None
+        raise OnlyAnnounced(
+            f"version {number} of run {role.settings.run.id} is only announced: the training ranks sent it to engines, "
+            f"and no file holds it; {_nearest(number, durable)} ([weights] durable_every says which versions are "
+            "stored), or use --checkpoint if its step has one"
+        )
     if event is None:
         wanted = "no version" if number is None else f"no version {number}"
         there = f"; there are {found[0].version} to {found[-1].version}" if found else ": did its trainer start?"
@@ -122,6 +143,14 @@ async def export_version(role: Role, folder: Path, number: int | None) -> Export
     return done
 
 
+def _nearest(number: int, durable: Sequence[WeightVersionPublished]) -> str:
+    """Return which versions with files are nearest to `number`, in words."""
+    below = [one.version for one in durable if one.version < number][-1:]
+    above = [one.version for one in durable if one.version > number][:1]
+    names = " and ".join(map(str, below + above))
+    return f"the nearest with files: {names}" if names else "no version has files"
+
+
 def export_checkpoint(
     settings: Settings, place: CheckpointStorage, name: str, folder: Path, versions: Iterable[WeightVersionPublished]
 ) -> Exported:
@@ -130,7 +159,7 @@ def export_checkpoint(
     They are checked against the version that names the checkpoint. Raises ExportError, CheckpointUnusable,
     UnsupportedModel, BlobError.
     """
-    held = [one for one in versions if one.checkpoint and Path(one.checkpoint).name == name]
+    held = [one for one in versions if one.checksums and one.checkpoint and Path(one.checkpoint).name == name]
     event = held[-1] if held else None
     model = Path(settings.model.path)
     done = Exported(settings.run.id, model, event, name)

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 BEAT_S = 1.0
 BEATS = "beats"
 """Concurrency group in which a rank answers heartbeats while it computes."""
+BESIDE = "beside"
+"""Concurrency group of calls to rank 0 while it computes."""
 
 
 class OnRay(Ranks):
@@ -43,6 +45,12 @@ class OnRay(Ranks):
         result: R = of_ranks([rank.call.remote(method.__name__, held) for rank in self._ranks])[0]
         return result
 
+    def call_beside(self, method: Callable[Concatenate[Learner, P], R], *arguments: P.args, **named: P.kwargs) -> R:
+        """Call the actor of rank 0, beside its other calls."""
+        first = self._ranks[0].call.options(concurrency_group=BESIDE)
+        result: R = of_ranks([first.remote(method.__name__, (arguments, named))])[0]
+        return result
+
 
 @contextmanager
 def actors(plan: LearningPlan, beat: Callable[[int], None]) -> Iterator[Ranks]:
@@ -52,7 +60,7 @@ def actors(plan: LearningPlan, beat: Callable[[int], None]) -> Iterator[Ranks]:
     """
     with _cluster(plan.ray_address):
         bundle, count = _bundle(plan), plan.world_size
-        actor = ray.remote(concurrency_groups={BEATS: 1})(Rank)
+        actor = ray.remote(concurrency_groups={BEATS: 1, BESIDE: 1})(Rank)
         gang: list[Any] = []
         with bundles(bundle, count, plan.ray_placement) as group:
             if not group.wait(plan.join_s):

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 
 from turnlog.infra.blobs import Blobs
-from turnlog.infra.tensors import adapters
-from turnlog.schemas.events import WeightVersionPublished
+from turnlog.infra.tensors import adapters, deltas
+from turnlog.schemas.events import WeightFile, WeightVersionPublished
 from turnlog.trainer.checkpoints.cursor import Cursor
-from turnlog.trainer.checkpoints.publications import LastExport, upload, version_event
-from turnlog.trainer.weights import write_tensors
+from turnlog.trainer.checkpoints.exports import LastExport, WeightDelta
+from turnlog.trainer.checkpoints.places import MEDIA
+from turnlog.trainer.checkpoints.publications import version_event
+from turnlog.trainer.weights import description, write_tensors
+
+
+async def upload(folder: Path, names: Iterable[str], model: Path, blobs: Blobs) -> tuple[WeightFile, ...]:
+    """Files of the folder in the store, with the config files of the `model` folder; an adapter has its own."""
+    config = {} if adapters.CONFIG in names else description(model)
+    beside = [WeightFile(name, await blobs.put(content)) for name, content in config.items()]
+    return (
+        *beside,
+        *[WeightFile(name, await blobs.put_file(folder / name, media_type=MEDIA[Path(name).suffix])) for name in names],
+    )
 
 
 class Publications:
@@ -22,16 +34,18 @@ class Publications:
 
     def __init__(self, blobs: Blobs, model: Path, exports: Path, *, chain: int, run_id: str = "run") -> None:
         self._blobs, self._model, self._run_id = blobs, model, run_id
-        self._exported = LastExport(exports, chain=chain)
+        self._exports, self._last = exports, LastExport(chain=chain)
 
     async def version(self, tensors: Mapping[str, torch.Tensor], number: int) -> WeightVersionPublished:
         """The next one."""
-        folder = self._exported.create_folder(number)
+        folder = self._exports / str(number)
+        folder.mkdir(parents=True)
         written = write_tensors(folder, tensors)
-        difference = self._exported.difference(folder, written)
-        files = difference.files if difference and difference.files else written.sha256
-        stored = await upload(folder, files, self._model, self._blobs)
-        self._exported.keep(number, folder, written, difference)
+        base, changed, unchanged = self._last.difference(folder, written.sha256)
+        changes = {name: name + deltas.SUFFIX for name in changed}
+        stored = await upload(folder, [changes.get(name, name) for name in written.sha256], self._model, self._blobs)
+        self._last.keep(number, folder, written.sha256)
+        difference = None if base is None else WeightDelta(base, frozenset(changes.values()), unchanged.shares())
         return version_event(
             written,
             stored,

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from turnlog.trainer import mcore, weights
+from turnlog.trainer.export import export_weights
 from turnlog.trainer.families.family import config_json, family, read_shape
 from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.families.tensors import ByExpert
@@ -62,7 +63,7 @@ def loaded_model(shape: ModelShape, state: Mapping[str, torch.Tensor], options: 
 
 def check_export(model: Any, shape: ModelShape, state: Mapping[str, torch.Tensor]) -> None:
     """Check that an export of Megatron's model is what was loaded, bit for bit, under the names of the family."""
-    exported, state = weights.export_weights(model, shape), family(shape.kind).dequantize(dict(state))
+    exported, state = export_weights(model, shape), family(shape.kind).dequantize(dict(state))
     assert exported.keys() == state.keys()
     assert all(torch.equal(tensor, _whole(state[name])) for name, tensor in exported.items())
 

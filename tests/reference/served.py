@@ -18,15 +18,17 @@ from tests.fakes.weights import version
 from tests.reference.parity import loaded_model, nontrivial_weights
 from tests.reference.plain import PlainLearner
 from tests.tiny_model import tiny_tokenizer
+from tests.training_side import TrainingSide, digests_of
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.engine import Generate, SGLang, SGLangControl, Transport
+from turnlog.infra.engine import Generate, SGLang, SGLangControl
 from turnlog.infra.tensors.fits import check_fits, model_shapes
 from turnlog.infra.tensors.versions import Timer, WeightFolders
 from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.trainer.export import export_weights
 from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.models.experts import attach_experts
 from turnlog.trainer.plan import LearnerOptions
-from turnlog.trainer.weights import Tensors, export_weights, write_folder
+from turnlog.trainer.weights import Tensors, write_folder
 
 OUTPUT = 8
 """Tokens of each sample."""
@@ -110,19 +112,24 @@ def _row(shape: ModelShape, one: Sample) -> BatchRows:
     return attach_experts(row, recorded, shape)
 
 
-async def publish(url: str, model: Path, state: Tensors, number: int, transport: Transport | None = None) -> None:
-    """Load weights into the trainer's model, export them, publish them as version `number`, and load that into a
-    running engine as a weight loader does."""
+def exported_by_trainer(model: Path, state: Tensors) -> Tensors:
+    """Load weights into the trainer's model, and return what it exports."""
     from turnlog.trainer.families.family import read_shape
     from turnlog.trainer.launch import process_group
 
-    shape, blobs = read_shape(model), MemoryBlobs()
+    shape = read_shape(model)
     with process_group():
-        exported = export_weights(loaded_model(shape, state, LearnerOptions()), shape)
-    event = await version(exported, number, blobs, model)
+        return export_weights(loaded_model(shape, state, LearnerOptions()), shape)
+
+
+async def publish(url: str, model: Path, state: Tensors, number: int) -> None:
+    """Publish weights that the trainer exports as version `number`, and load that into a running engine as a weight
+    loader does."""
+    blobs = MemoryBlobs()
+    event = await version(exported_by_trainer(model, state), number, blobs, model)
     check_fits(event, model_shapes(model))
     held = await WeightFolders(model / "versions", blobs).obtain_folder([event], Timer())
-    control = SGLangControl(url, transport=transport)
+    control = SGLangControl(url)
     try:
         await control.pause()
         await control.load(held.path, number, timeout_s=120)
@@ -131,3 +138,20 @@ async def publish(url: str, model: Path, state: Tensors, number: int, transport:
     finally:
         await control.close()
         held.release()
+
+
+async def send(url: str, model: Path, state: Tensors, number: int) -> None:
+    """Send the same to the engine directly, as version `number`, in buckets of a few tensors."""
+    weights = exported_by_trainer(model, state)
+    control = SGLangControl(url)
+    try:
+        await control.pause()
+        with TrainingSide(1, half_bytes=64 << 10) as side:
+            found, _ = await asyncio.gather(
+                control.receive(side.transfer(number), timeout_s=120), side.sends(weights, number)
+            )
+        assert found == digests_of(weights)
+        await control.label(str(number))
+        await control.resume()
+    finally:
+        await control.close()

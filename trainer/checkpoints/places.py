@@ -500,6 +500,45 @@ class StorePlace:
         return asyncio.run(call())
 
 
+MEDIA = {
+    ".json": "application/json",
+    ".safetensors": "application/vnd.safetensors",
+    ".delta": "application/vnd.turnlog.delta",
+}
+"""Media types of weights' files."""
+UPLOADS = 4
+"""Number of files of weights that a rank uploads concurrently."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunBlobs:
+    """Store of the weights that ranks publish. It is pickled to other processes of this machine, so it opens its client
+    anew for each export.
+    """
+
+    settings: StoreSettings
+
+    def put_files(self, files: Mapping[Path, str], folder: str) -> dict[str, BlobRef]:
+        """Upload files, {path: sha256}, into the run's `folder` (see Blobs), and return references by name. Raises
+        FileUnreadable, StoreUnavailable.
+        """
+
+        async def put_all() -> list[BlobRef]:
+            blobs, limit = S3Blobs(self.settings), asyncio.Semaphore(UPLOADS)
+            blobs.folder = folder
+
+            async def one(path: Path, sha256: str) -> BlobRef:
+                async with limit:
+                    return await blobs.put_file(path, sha256=sha256, media_type=MEDIA[path.suffix])
+
+            try:
+                return await asyncio.gather(*(one(path, sha256) for path, sha256 in files.items()))
+            finally:
+                await blobs.close()
+
+        return dict(zip((path.name for path in files), asyncio.run(put_all()), strict=True))
+
+
 CACHE = "s3"
 """Name of the cache folder in `checkpoints/` of the run's directory."""
 

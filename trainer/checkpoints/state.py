@@ -114,7 +114,7 @@ class Save:
         while not self._is_written(LOOK_S if wait else 0.0):
             if not wait:
                 return None
-        stored = _of_ranks(self._stored, self._failure)
+        stored = of_ranks(self._stored, self._failure)
         with mcore.quiet(), self._failing():
             for finalize in self._request.finalize_fns:
                 finalize()
@@ -227,10 +227,10 @@ def together(work: Callable[[], object]) -> None:
         work()
     except (CheckpointDamaged, BlobError, OSError) as error:
         failure = error
-    _of_ranks(None, failure)
+    of_ranks(None, failure)
 
 
-def _of_ranks(said: Any, failure: Exception | None) -> list[Any]:
+def of_ranks(said: Any, failure: Exception | None) -> list[Any]:
     """Gather the values of all ranks. Collective. If a rank has failed, its failure is raised on all."""
     found: list[tuple[Any, Exception | None]] = [(None, None)] * dist.get_world_size()
     dist.all_gather_object(found, (said, failure))

@@ -22,6 +22,7 @@ from tests.reference.parity import check_export, check_written, loaded_model, sa
 from tests.reference.plain import PlainLearner
 from tests.reference.small_models import LATENT, SIGMOID
 from turnlog.trainer import LayoutUnfit, UnsupportedModel, WeightsMismatch, mcore, weights
+from turnlog.trainer.export import export_weights
 from turnlog.trainer.families.costs import row_flops
 from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.families.shape import ModelShape
@@ -132,7 +133,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
         weights.check_shapes({**state, **further}, read_shape(tmp_path))
     change(tmp_path, num_nextn_predict_layers=1)
     form = read_shape(tmp_path)
-    exported = weights.export_weights(loaded_model(form, {**state, **further}, ONE), form)
+    exported = export_weights(loaded_model(form, {**state, **further}, ONE), form)
     assert exported.keys() == state.keys()
     with pytest.raises(WeightsMismatch, match=r"model\.layers\.4"):
         weights.check_shapes({**state, "model.layers.4.eh_proj.weight": torch.ones(64, 128)}, form)

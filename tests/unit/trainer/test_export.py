@@ -14,10 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.fakes.batches import synthetic_model, synthetic_rows
+from tests.fakes.weights import upload
 from tests.unit.consumers.conftest import SETTINGS, TrainedRun
 from turnlog.plugins.offline.export import (
     Exported,
     ExportRefused,
+    OnlyAnnounced,
     WeightsDamaged,
     export_checkpoint,
     export_version,
@@ -27,14 +29,14 @@ from turnlog.settings import ModelSettings, RunSettings, StoreSettings
 from turnlog.trainer import CheckpointUnusable, mcore
 from turnlog.trainer.checkpoints.cursor import Cursor
 from turnlog.trainer.checkpoints.places import FolderPlace, StorePlace
-from turnlog.trainer.checkpoints.publications import upload, version_event
+from turnlog.trainer.checkpoints.publications import version_event
+from turnlog.trainer.export import Of
 from turnlog.trainer.families.shape import TINY
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.output import output_weight
 from turnlog.trainer.plan import LearnerOptions, imitation
 from turnlog.trainer.warm_start import random_weights
-from turnlog.trainer.weights import Of
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 TOKENS = torch.tensor([[1, 5, 9, 200, 7, 2]])
@@ -153,6 +155,26 @@ async def test_an_older_version_is_another_folder_and_an_unknown_one_is_refused(
         await export_version(steps.run.role(), tmp_path / "seventh", 7)
     with pytest.raises(CheckpointUnusable, match="step-9 is gone"):
         export_checkpoint(steps.run.settings, steps.place, "step-9", tmp_path / "ninth", [])
+
+
+async def test_a_version_that_is_only_announced_has_no_files_and_the_nearest_that_have_are_named(
+    steps: Steps, tmp_path: Path
+) -> None:
+    newest = (await published_versions(steps.run.role()))[-1]
+    announced = dataclasses.replace(
+        newest, version=2, event_id="2", files=(), checksums={}, state="announced", transport="direct",
+        digests={"w": "0" * 16},
+    )  # fmt: skip
+    later = dataclasses.replace(announced, version=3, event_id="3")
+    stored = dataclasses.replace(newest, version=4, event_id="4 durable", transport="direct")
+    await steps.run.append([announced, later, dataclasses.replace(announced, version=4, event_id="4"), stored])
+    with pytest.raises(
+        OnlyAnnounced, match=r"version 3 .* only announced.*nearest with files: 1 and 4 \(\[weights\] durable_every"
+    ):
+        await export_version(steps.run.role(), tmp_path / "third", 3)
+    assert not (tmp_path / "third").exists()
+    done = await export_version(steps.run.role(), tmp_path / "newest", None)
+    assert (done.version, len(there(tmp_path / "newest")) > 3) == (stored, True)
 
 
 async def test_a_folder_that_exists_is_left_alone(steps: Steps, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tests.each import each
 from tests.reference.parity import nontrivial_weights
 from tests.reference.small_models import SMALL
 from turnlog.trainer import mcore, weights
+from turnlog.trainer.export import export_weights
 from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.network import build_model, model_config
@@ -96,7 +97,7 @@ def test_a_model_is_copied_tensor_by_tensor_on_the_way_to_a_rank(shape: ModelSha
         largest = max(tensor.nbytes for name, tensor in state.items() if "experts" not in name)
         assert sum(sizes) > 4 * largest
         assert peak(functools.partial(weights.load_weights, model, folder, shape)) < 1.5 * largest
-        assert weights.export_weights(model, shape).keys() == state.keys()
+        assert export_weights(model, shape).keys() == state.keys()
 
 
 def test_a_quantized_expert_is_unpacked_as_it_is_taken() -> None:

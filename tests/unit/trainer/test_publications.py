@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,43 +13,70 @@ import pytest
 import torch
 
 from turnlog.infra.blobs import MemoryBlobs, StoreUnavailable
-from turnlog.schemas.events import WeightVersionPublished
+from turnlog.infra.tensors.files import TensorSpec, Written
+from turnlog.schemas.events import WeightFile, WeightVersionPublished
 from turnlog.schemas.types import BlobRef
+from turnlog.trainer import ExportFailed
 from turnlog.trainer.checkpoints.cursor import Cursor
-from turnlog.trainer.checkpoints.publications import LastExport, PublicationBuilder, Publications, version_event
+from turnlog.trainer.checkpoints.exports import ExportedVersion
+from turnlog.trainer.checkpoints.publications import PublicationBuilder, Publications, version_event
+from turnlog.trainer.checkpoints.state import unwritten
 from turnlog.trainer.weights import write_tensors
 
 
-class SlowStore(MemoryBlobs):
-    """Files are stored once it is let go on, or never."""
+class Ranks:
+    """Ranks that hold one value, and finish an export once they are let go on, or never."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.goes_on, self.is_away = asyncio.Event(), False
+        self.goes_on, self.is_away, self.value = asyncio.Event(), False, 0.0
+        self._folder = Path()
 
-    async def put_file(self, path: Path, *, sha256: str = "", media_type: str) -> BlobRef:
+    async def call(self, method: Any, *given: Any) -> Any:
+        return await getattr(self, method.__name__)(*given)
+
+    async def begin_export(self, folder: Path, *_: Any) -> list[TensorSpec]:
+        try:
+            self._written = self._write(folder)
+        except OSError as error:
+            raise ExportFailed(unwritten(folder, error)) from error
+        return list(self._written.specs)
+
+    def _write(self, folder: Path) -> Written:
+        folder.mkdir(parents=True, exist_ok=True)
+        return write_tensors(folder, self._tensors())
+
+    async def find_export(self, _: float) -> ExportedVersion:
         await self.goes_on.wait()
         if self.is_away:
             raise StoreUnavailable("it is away")
-        return await super().put_file(path, sha256=sha256, media_type=media_type)
+        stored = [WeightFile(name, BlobRef(sha256, 1)) for name, sha256 in self._written.sha256.items()]
+        return ExportedVersion(self._written, tuple(stored), None)
+
+    async def finish_export(self, _: bool) -> ExportedVersion:
+        return await self.find_export(0.0)
+
+    async def checksums(self, _: str) -> dict[str, str]:
+        with tempfile.TemporaryDirectory() as folder:
+            return write_tensors(Path(folder), self._tensors()).checksums
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {"weight": torch.full((4,), self.value)}
 
 
 class Rig:
-    """Ranks that hold one value, and what came to the log."""
+    """A publisher of such ranks, and what came to the log."""
 
     def __init__(self, folder: Path) -> None:
-        self.store, self.log, self.value = SlowStore(), list[WeightVersionPublished](), 0.0
-        self.publications = Publications(LastExport(folder, chain=1), folder, self.store, self.call, self.commit)
-
-    async def call(self, _: Any, folder: Any, *given: Any, **named: Any) -> Any:
-        return write_tensors(folder, {"weight": torch.full((4,), self.value)})
+        self.ranks, self.log = Ranks(), list[WeightVersionPublished]()
+        call = self.ranks.call
+        self.publications = Publications(folder, folder, MemoryBlobs(), call, call, self.commit)
 
     async def commit(self, event: WeightVersionPublished) -> None:
         self.log.append(event)
 
     async def begin(self, version: int) -> WeightVersionPublished:
         """The weights after that many steps fall due."""
-        self.value = float(version)
+        self.ranks.value = float(version)
         cursor = Cursor(next_batch=version, step=version)
         said: PublicationBuilder = functools.partial(
             version_event, run_id="r", version=version, incarnation=0, cursor=cursor, checkpoint=None
@@ -70,10 +98,10 @@ async def test_a_step_is_taken_while_weights_go_out(rig: Rig) -> None:
     step.set_result(None)
     await rig.publications.beside(step)
     assert rig.log == []
-    rig.store.goes_on.set()
+    rig.ranks.goes_on.set()
     await rig.publications.beside(asyncio.get_running_loop().create_future())  # a step that outlasts the upload
     (event,) = rig.log
-    assert (event.version, event.checksums) == (1, due.checksums)
+    assert (event.version, due.checksums, list(event.checksums)) == (1, {}, ["weight"])
     assert [file.name for file in event.files] == ["model.safetensors"]
 
 
@@ -82,7 +110,7 @@ async def test_none_is_skipped_or_overtaken(rig: Rig) -> None:
     second = asyncio.create_task(rig.begin(2))
     await asyncio.wait([second], timeout=0.01)
     assert not second.done()
-    rig.store.goes_on.set()
+    rig.ranks.goes_on.set()
     await second
     await rig.publications.settle()
     assert [event.version for event in rig.log] == [1, 2]
@@ -91,15 +119,17 @@ async def test_none_is_skipped_or_overtaken(rig: Rig) -> None:
 
 
 async def test_frozen_weights_are_known_by_their_checksums(rig: Rig) -> None:
-    due = await rig.begin(1)
-    assert await rig.publications.holds(due.checksums)
-    rig.value = 2.0
-    assert not await rig.publications.holds(due.checksums)
+    rig.ranks.goes_on.set()
+    await rig.begin(1)
+    await rig.publications.settle()
+    assert await rig.publications.holds(rig.log[0].checksums)
+    rig.ranks.value = 2.0
+    assert not await rig.publications.holds(rig.log[0].checksums)
 
 
 async def test_a_store_that_is_away_ends_it_at_the_next_look(rig: Rig) -> None:
-    rig.store.is_away = True
-    rig.store.goes_on.set()
+    rig.ranks.is_away = True
+    rig.ranks.goes_on.set()
     await rig.begin(1)
     with pytest.raises(StoreUnavailable):
         await rig.publications.beside(asyncio.get_running_loop().create_future())

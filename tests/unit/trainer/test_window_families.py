@@ -29,6 +29,7 @@ from tests.reference.parity import check_export, check_written, loaded_model, no
 from tests.reference.small_models import GEMMA3, GPT_OSS, MISTRAL
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import UnsupportedModel, WeightsMismatch, mcore, weights
+from turnlog.trainer.export import export_weights
 from turnlog.trainer.families.costs import row_flops
 from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.families.shape import ModelShape
@@ -241,7 +242,7 @@ def test_weights_in_mxfp4_are_those_that_transformers_reads_and_are_exported_in_
     theirs = of_folder(tmp_path, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.bfloat16)
     wanted = theirs.state_dict()
     shape, model = loaded(tmp_path, "bfloat16")
-    exported = weights.export_weights(model, shape)
+    exported = export_weights(model, shape)
     assert exported.keys() == weights.expected_shapes(shape).keys()
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in exported.items())
