@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import hashlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from turnlog.infra.tensors import adapters
-from turnlog.infra.tensors.files import Written
+from turnlog.infra.tensors.files import DTYPES, SHARD_BYTES, TensorSpec, Written
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas.events.batches import HELD_GAP_MAX, HELD_OLD_CACHE_GAP_MAX
 from turnlog.schemas.types import BlobRef
@@ -33,15 +32,18 @@ from turnlog.trainer.algorithms.critic import Critic
 from turnlog.trainer.algorithms.logprobs import frozen_network, keep_scored, logprobs_by, score, warm
 from turnlog.trainer.algorithms.objective import Columns, Floats, ForwardPassResults, Objective
 from turnlog.trainer.algorithms.tokens import Measure, Tokens, bounded_ratio
+from turnlog.trainer.checkpoints.exports import ExportedVersion, Exports
 from turnlog.trainer.checkpoints.places import StorePlace
 from turnlog.trainer.checkpoints.state import Save, State, fetch_metadata, load_model, load_state
+from turnlog.trainer.export import LIMIT, Of, WeightExport, export_weights
 from turnlog.trainer.families.family import as_dict
 from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.microbatches import PaddedRows, stand_in
 from turnlog.trainer.models.experts import unrouted_rows, without_experts
 from turnlog.trainer.network import TrainedNetwork, over_ranks
 from turnlog.trainer.plan import ADAPTERS, LearnerOptions
-from turnlog.trainer.weights import Of, Tensors, export_files, export_weights
+from turnlog.trainer.sending import SendOrder, WeightSender
+from turnlog.trainer.weights import Tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,12 +118,14 @@ class Learner:
         critic: bool = False,
         teacher: tuple[ModelShape, Mapping[str, torch.Tensor]] | None = None,
         place: StorePlace | None = None,
+        exports: Exports | None = None,
     ) -> None:
         """Build the models and their optimizers.
 
         `reference` holds the frozen weights for objectives with a divergence. `critic` adds a critic that starts as a
         copy of the policy. `teacher` is a frozen model of any shape that the ranks can shard like the policy. `place`
-        is the storage of checkpoints, unless they stay in the named folders. Raises WeightsMismatch.
+        is the storage of checkpoints, unless they stay in the named folders. `exports` upload weights; without them,
+        exported files stay in the named folders. Raises WeightsMismatch.
         """
         torch.set_num_threads(options.threads)
         choose_kernels(deterministic=options.deterministic)
@@ -136,6 +140,9 @@ class Learner:
         self._unrouted_train, self._report_entropy = options.unrouted_train, options.entropy
         self._save: Save | None = None
         self._place = place
+        self._exports = exports or Exports(None, chain=0)
+        self._sender = WeightSender()
+        self._planned: dict[tuple[Of, int], WeightExport] = {}
 
     @mcore.quiet()
     def step(
@@ -213,15 +220,79 @@ class Learner:
         self.policy.gather_weights()
         return export_weights(self.policy.model, self.shape)
 
-    def export_files(self, folder: Path, of: Of = "merged") -> Written | None:
-        """Write the same as files into rank 0's `folder`; return their content description at rank 0."""
+    def plan_export(self, of: Of = "merged", bucket_bytes: int = LIMIT) -> WeightExport:
+        """Return the plan of an export of the present weights, which is computed once. `bucket_bytes`: memory for
+        buckets.
+        """
         self.policy.gather_weights()
-        written = export_files(self.policy.model, self.shape, folder, of)
-        if written is not None and of == "adapter":
-            config = adapters.config_json(self._adapters["lora_rank"], self._adapters["lora_alpha"], written.checksums)
-            (folder / adapters.CONFIG).write_bytes(config)
-            written.sha256[adapters.CONFIG] = hashlib.sha256(config).hexdigest()
-        return written
+        if (of, bucket_bytes) not in self._planned:
+            self._planned[of, bucket_bytes] = WeightExport(self.policy.model, self.shape, of, limit=bucket_bytes)
+        return self._planned[of, bucket_bytes]
+
+    def begin_export(
+        self, folder: Path, of: Of = "merged", version: int = 0, blobs: str = "", shard_bytes: int = SHARD_BYTES
+    ) -> list[TensorSpec]:
+        """Begin to export the present weights as files, one export at a time: each rank writes its own into the folder
+        of that name on its machine, and uploads them into the run's folder `blobs`. Return all tensors.
+
+        Steps may be taken afterwards. Raises ExportFailed.
+        """
+        export, beside = self.plan_export(of), dict[str, bytes]()
+        if of == "adapter":
+            names = [spec.name for spec in export.specs]
+            beside[adapters.CONFIG] = adapters.config_json(
+                self._adapters["lora_rank"], self._adapters["lora_alpha"], names
+            )
+        self._exports.begin(export, folder, of, version, blobs, beside=beside, shard_bytes=shard_bytes)
+        return export.specs
+
+    def find_export(self, wait_s: float = 0.0) -> ExportedVersion | None:
+        """Return the export once all ranks have hashed and uploaded their files, else None after at most `wait_s`.
+
+        Not collective: rank 0 may call it from any thread, beside another call. Raises ExportFailed, BlobError.
+        """
+        return self._exports.find_export(wait_s)
+
+    def finish_export(self, wait: bool) -> ExportedVersion | None:
+        """Like `find_export`, as a call of all ranks, at rank 0; `wait` waits for the export. Raises ExportFailed,
+        BlobError.
+        """
+        return self._exports.finish(wait=wait)
+
+    def export_files(self, folder: Path, of: Of = "merged") -> Written | None:
+        """Export the present weights as files and wait for their hashes; return their description at rank 0. Raises
+        ExportFailed.
+        """
+        self.begin_export(folder, of)
+        done = self.finish_export(True)
+        return None if done is None else done.written
+
+    def checksums(self, of: Of) -> dict[str, str] | None:
+        """Return the sha256 checksums of the present weights at rank 0."""
+        return self.plan_export(of).sha256()
+
+    def digests(self, bucket_bytes: int = LIMIT) -> tuple[dict[str, str], dict[str, str]] | None:
+        """Return at rank 0, for each tensor of the whole model: name -> data type, and name -> "HEX:SHAPE" of its
+        digest (infra/tensors/digests.py). `bucket_bytes`: memory for buckets.
+        """
+        export = self.plan_export(bucket_bytes=bucket_bytes)
+        found, types = export.digests(), {spec.name: DTYPES[spec.code] for spec in export.specs}
+        return None if found is None else (types, found)
+
+    def open_group(
+        self, host: str, urls: Sequence[str], bucket_bytes: int, timeout_s: float
+    ) -> tuple[str, int, int] | None:
+        """Return at rank 0 where engines meet the ranks, and the number of ranks that send; see WeightSender.open.
+
+        Raises TransferBroken.
+        """
+        senders = len(self.plan_export(bucket_bytes=bucket_bytes).senders)  # first, since it is collective
+        place = self._sender.open(host, urls, timeout_s)
+        return None if place is None else (*place, senders)
+
+    def send_weights(self, order: SendOrder) -> str:
+        """Send the whole model to engines. Return what failed on any rank; empty if nothing did."""
+        return self._sender.send(self.plan_export(bucket_bytes=order.bucket_bytes), order)
 
     def free_cache(self) -> None:
         """Return unused cached memory to the device, so that an engine that shares it can use it."""

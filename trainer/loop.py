@@ -31,11 +31,9 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import Awaitable, Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Concatenate
 
 import numpy as np
 from prometheus_client import Counter, Gauge
@@ -49,9 +47,10 @@ from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.processors.core.views.progress import WeightChain
+from turnlog.processors.core.views.progress import ANNOUNCED, WeightChain
 from turnlog.schemas.events import (
     BatchSkipped,
+    Event,
     MaskReason,
     SampleBatchFormed,
     StepCompleted,
@@ -74,19 +73,20 @@ from turnlog.trainer.batches import (
     read_truncation_flags,
     trained_rows,
 )
-from turnlog.trainer.calls import P, R, Ranks
+from turnlog.trainer.calls import R, Ranks
 from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor, bring, check_not_stored, cursor_of, cursor_values
-from turnlog.trainer.checkpoints.places import CACHE, FolderPlace, checkpoints_directory, store_place
-from turnlog.trainer.checkpoints.publications import LastExport, Publications, version_event
+from turnlog.trainer.checkpoints.places import CACHE, FolderPlace, RunBlobs, checkpoints_directory, store_place
+from turnlog.trainer.checkpoints.publications import VERSION, Publications, version_event
 from turnlog.trainer.checkpoints.saves import NeededByEvaluations, Saves
 from turnlog.trainer.checkpoints.state import read_common
+from turnlog.trainer.export import Of
 from turnlog.trainer.families.family import read_shape
-from turnlog.trainer.launch import ranks
+from turnlog.trainer.launch import LearnerThread, ranks
 from turnlog.trainer.learner import Learner, StepResult
 from turnlog.trainer.models.experts import unrouted_rows
 from turnlog.trainer.plan import LearningPlan, add_weight_hashes, check_unchanged, learning_plan
 from turnlog.trainer.tiny_policy import initial_weights
-from turnlog.trainer.weights import Of
+from turnlog.trainer.transfers import Transfers
 
 VERSIONS = Partition(WEIGHTS.name, 0)
 
@@ -104,7 +104,7 @@ async def read_past(log: Log, events: EventLog, run_id: str) -> tuple[WeightChai
             event = await events.decode_known(record)
             if isinstance(event, WeightVersionPublished) and event.run_id == run_id:
                 past.apply(event)
-                whole = event if event.kind == "full" else whole
+                whole = event if event.kind == "full" and event.files else whole
     return past, whole
 
 
@@ -126,7 +126,6 @@ STEPS = Counter("turnlog_trainer_steps", "Optimizer steps")
 TOKENS = Counter("turnlog_trainer_tokens", "Tokens of the rows that were trained on")
 LOSS = Gauge("turnlog_trainer_loss", "Loss of the last step")
 REWARD = Gauge("turnlog_trainer_reward", "Mean reward of the last batch")
-VERSION = Gauge("turnlog_trainer_weight_version", "Newest published weight version")
 MEASURED = Gauge("turnlog_trainer_measure", "Measurements of the algorithm at the last step", ["name"])
 
 
@@ -138,6 +137,7 @@ async def main(role: Role) -> None:
     if role.settings.trainer.checkpoints == "s3":
         place = await store_place(role, checkpoints_directory(role.settings) / CACHE, owned=True)
         plan = dataclasses.replace(plan, place=place)
+    plan = dataclasses.replace(plan, blobs=RunBlobs(role.settings.store))
     rank = launch.torchrun_rank(os.environ)
     if rank:
         await asyncio.to_thread(_follow, plan, rank)
@@ -168,42 +168,14 @@ def _warming(role: Role, step: int, steps: int, loss: float) -> None:
 def _follow(plan: LearningPlan, rank: int) -> None:
     layout = launch.layout_of(plan.options)
     launch.serve_rank(
-        rank=rank, world_size=plan.world_size, layout=layout, port=0, place=plan.place, join_s=plan.join_s
+        rank=rank,
+        world_size=plan.world_size,
+        layout=layout,
+        port=0,
+        place=plan.place,
+        blobs=plan.blobs,
+        join_s=plan.join_s,
     )
-
-
-class LearnerThread:
-    """The ranks, called from a dedicated thread, so that a step never blocks clients, health checks and signals."""
-
-    def __init__(self, plan: LearningPlan, beat: launch.Beat) -> None:
-        """`beat` is called as in launch.ranks."""
-        self._plan, self._beat = plan, beat
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
-        self._open = ExitStack()
-        self._ranks: Ranks | None = None
-
-    async def __aenter__(self) -> LearnerThread:
-        try:
-            self._ranks = await self._run(lambda: self._open.enter_context(ranks(self._plan, self._beat)))
-        except BaseException:
-            self._thread.shutdown()
-            raise
-        return self
-
-    async def __aexit__(self, *failure: Any) -> None:
-        try:
-            await self._run(lambda: self._open.__exit__(*failure))
-        finally:
-            self._thread.shutdown()
-
-    async def call(self, method: Callable[Concatenate[Learner, P], R], *arguments: P.args, **named: P.kwargs) -> R:
-        """Call a method of Learner on all ranks, in the thread."""
-        everyone = self._ranks
-        assert everyone is not None
-        return await self._run(lambda: everyone.call(method, *arguments, **named))
-
-    async def _run(self, work: Callable[[], R]) -> R:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 class Trainer:
@@ -216,8 +188,10 @@ class Trainer:
         self._directory = checkpoints_directory(settings)
         place = plan.place or FolderPlace(self._directory)
         self._checkpoints = Checkpoints(place, keep=settings.trainer.checkpoints_kept)
-        exports = LastExport(self._directory.with_name("exports"), chain=settings.trainer.delta_chain)
-        self.publications = Publications(exports, plan.model, role.blobs, learner.call, self._record_version)
+        exports, call = self._directory.with_name("exports"), learner.call
+        self.publications = Publications(
+            exports, plan.model, role.blobs, call, learner.call_beside, self._record_version
+        )
         self._shape = read_shape(plan.model)
         self._tokenizers = Tokenizers(role, plan.model)
         self._cursor = Cursor()
@@ -233,6 +207,8 @@ class Trainer:
         self._passes: DrawPasses
         self._reached: Reached
         self._shared = SharedDevice(role) if settings.engine.colocate else None
+        self._is_direct = settings.trainer.publish == "direct"
+        self._transfers: Transfers | None = None
 
     async def run(self) -> None:
         """Train as described in the module docstring."""
@@ -241,7 +217,12 @@ class Trainer:
         await self._take_over()
         if not self._is_done():
             await self._publish_start()
-        await self._train_all()
+        async with AsyncExitStack() as stack:
+            if self._is_direct:
+                self._transfers = await stack.enter_async_context(self._open_transfers())
+            await self._train_all()
+            if self._transfers is not None:
+                await self._transfers.store_last(self._cursor)
         await self.publications.settle()
         if self._cursor.offset is not None:
             await self._reached.say({PARTITION: Commit(self._cursor.offset)}, last=True)
@@ -250,6 +231,12 @@ class Trainer:
             await self._save()
             await self._saves.settle()
         log.info("trained %d of %d draws, %d steps", self._cursor.draws, self._draws, self._cursor.step)
+
+    def _open_transfers(self) -> Transfers:
+        beat = functools.partial(_beat, self._role)
+        return Transfers(
+            self._role, self._incarnation, self._learner.call, self.publications, self._versions, self._record, beat
+        )
 
     async def _train_all(self) -> None:
         """Train until all rollout batches are trained or the role stops."""
@@ -273,6 +260,8 @@ class Trainer:
                 await self._say_reached()
                 await self._saves.look()
                 await self.publications.look()
+                if self._transfers is not None:
+                    await self._transfers.look(self._cursor)
             elif isinstance(batch.manifest, BatchSkipped):
                 after = batch.manifest.batch_index + 1
                 self._cursor = dataclasses.replace(self._cursor, next_batch=after, offset=batch.offset)
@@ -348,7 +337,8 @@ class Trainer:
         """Publish the current weights and wait for it. Lags are counted in steps: base weights have the step at which
         adapters begin.
         """
-        due = await self._due(self._cursor, checkpoint, of)
+        found = await self._learner.call(Learner.digests) if self._is_direct else None
+        due = await self._due(self._cursor, checkpoint, of, None if found is None else found[1])
         self._versions.apply(due)
         self._whole = due if due.kind == "full" else self._whole
         await self.publications.settle()
@@ -357,7 +347,8 @@ class Trainer:
         self, manifest: SampleBatchFormed, rows: BatchRows, offset: int, ahead: ReadAhead, seconds: dict[str, float]
     ) -> None:
         """Train on one batch. `seconds` holds the time of the phases before the step."""
-        seconds |= {"checkpoint": self._saves.waited_s(), "publish": self.publications.waited_s()}
+        waited_s = self.publications.waited_s() + (self._transfers.waited_s() if self._transfers else 0.0)
+        seconds |= {"checkpoint": self._saves.waited_s(), "publish": waited_s}
         mark = time.monotonic()
         rate = self._plan.learning_rate(self._cursor.step)
         computed = self._plan.objective.rows_to_compute(rows)
@@ -368,16 +359,19 @@ class Trainer:
         mark = time.monotonic()
         told = result.tokens
         file = None if told is None else await self._role.blobs.put(write_tokens(computed, told), media_type=PARQUET)
-        due = await self._due(cursor, None, self._of) if self._publishes(manifest, cursor) else None
+        due = await self._make_due(cursor) if self._publishes(manifest, cursor) else None
         seconds["export"] = time.monotonic() - mark
         completed = dataclasses.replace(
             self._build_step_record(manifest, rows, computed, result, rate, seconds), token_file=file
         )
-        await self._role.events.transact(self._transactor, [completed])
+        announced = [due] if due is not None and due.state == ANNOUNCED else []
+        await self._role.events.transact(self._transactor, [completed, *announced])
         self._cursor = cursor
         if due is not None:  # lags count this version from here on
             self._versions.apply(due)
         self._observe(rows, completed)
+        if self._transfers is not None and due is not None:
+            await self._transfers.publish(due, cursor, last=self._is_done())
         self._check_converges(manifest)
         await self._saves.look()
         if cursor.step % self._role.settings.trainer.checkpoint_every == 0 or self._is_evaluation_due(manifest, cursor):
@@ -454,9 +448,21 @@ class Trainer:
         due = after.draws % self._role.settings.trainer.publish_every == 0
         return last_part and (due or after.draws >= self._draws)
 
-    async def _due(self, cursor: Cursor, checkpoint: str | None, of: Of) -> WeightVersionPublished:
+    async def _make_due(self, cursor: Cursor) -> WeightVersionPublished:
+        """Make the ranks' weights the next version: one that is stored concurrently, or one to announce."""
+        if self._transfers is None:
+            return await self._due(cursor, None, self._of)
+        return await self._transfers.announcement(self._next_version, cursor)
+
+    @property
+    def _next_version(self) -> int:
+        return 0 if self._versions.newest is None else self._versions.newest + 1
+
+    async def _due(
+        self, cursor: Cursor, checkpoint: str | None, of: Of, digests: Mapping[str, str] | None = None
+    ) -> WeightVersionPublished:
         """Make the ranks' weights the next version, which is published concurrently."""
-        version = 0 if self._versions.newest is None else self._versions.newest + 1
+        version = self._next_version
         said = functools.partial(
             version_event,
             run_id=self._run_id,
@@ -465,6 +471,7 @@ class Trainer:
             cursor=cursor,
             checkpoint=checkpoint,
             adapts=self._whole.version if of == "adapter" and self._whole else None,
+            digests=digests,
         )
         due = await self.publications.begin(version, said, of)
         if self._shared is not None:
@@ -473,9 +480,13 @@ class Trainer:
         return due
 
     async def _record_version(self, event: WeightVersionPublished) -> None:
-        """Write the record of a version that is stored. An error ends the process; nothing is repaired in place."""
+        """Write the record of a version that is stored."""
+        await self._record(event)
+        VERSION.set(self._versions.version if event.transport == "direct" else event.version)
+
+    async def _record(self, event: Event) -> None:
+        """Write a record in a transaction. An error ends the process; nothing is repaired in place."""
         await self._role.events.transact(self._transactor, [event])
-        VERSION.set(event.version)
 
     async def _beside(self, work: Awaitable[R]) -> R:
         """Return the result of `work`. Meanwhile commit the position reached, and publish weights that are stored."""

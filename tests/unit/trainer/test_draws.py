@@ -36,10 +36,10 @@ from turnlog.trainer import CheckpointUnusable, Diverged
 from turnlog.trainer.algorithms.draws import DrawPasses
 from turnlog.trainer.batches import Manifests
 from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor, find, folder_name
-from turnlog.trainer.checkpoints.places import SUMS, FolderPlace, StorePlace
+from turnlog.trainer.checkpoints.places import SUMS, FolderPlace, RunBlobs, StorePlace
 from turnlog.trainer.families.shape import TINY, TINY_MIXTURE, ModelShape
-from turnlog.trainer.launch import Beat
-from turnlog.trainer.loop import LearnerThread, Trainer, draw_passes
+from turnlog.trainer.launch import Beat, LearnerThread
+from turnlog.trainer.loop import Trainer, draw_passes
 from turnlog.trainer.plan import LearningPlan, PolicyGradient, learning_plan
 
 PARTS = 3
@@ -72,6 +72,8 @@ class Run:
         )
         self.log, self.registry, self.blobs = MemoryLog(), MemoryRegistry(), MemoryBlobs()
         self.place: StorePlace | None = None
+        self.store: StoreSettings | None = None
+        """Where ranks upload weights; None: they upload none, and versions name no files."""
 
     async def begin(self) -> None:
         """Make the topics."""
@@ -86,7 +88,8 @@ class Run:
     async def train(self, ranks: Callable[[LearningPlan, Beat], LearnerThread] = LearnerThread) -> None:
         async with self.events() as events:
             role = self.role(events)
-            plan = dataclasses.replace(learning_plan(self.settings), place=self.place)
+            store = None if self.store is None else RunBlobs(self.store)
+            plan = dataclasses.replace(learning_plan(self.settings), place=self.place, blobs=store)
             name = TransactionalId.TRAINER.format(run="run")
             async with events.log.transactor(name) as transactor, ranks(plan, lambda _: None) as learner:
                 await Trainer(role, transactor, plan, learner).run()

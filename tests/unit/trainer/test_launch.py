@@ -25,9 +25,8 @@ from turnlog.trainer import LayoutUnfit, RankLost, TeacherUnfit
 from turnlog.trainer.checkpoints.cursor import find
 from turnlog.trainer.checkpoints.places import FolderPlace
 from turnlog.trainer.families.shape import TINY, TINY_MIXTURE, ModelShape
-from turnlog.trainer.launch import Beat, await_ranks, follower, meeting_place, process_group, ranks
+from turnlog.trainer.launch import Beat, LearnerThread, await_ranks, follower, meeting_place, process_group, ranks
 from turnlog.trainer.learner import Learner
-from turnlog.trainer.loop import LearnerThread
 from turnlog.trainer.plan import LearnerOptions, LearningPlan, imitation, learning_plan
 from turnlog.trainer.warm_start import random_weights
 

@@ -14,11 +14,15 @@ from turnlog.infra.batch_files import MEDIA_TYPE, CorruptBatch, write_rows
 from turnlog.infra.log import Partition
 from turnlog.schemas.events import BatchSkipped, StepCompleted, WeightVersionPublished
 from turnlog.schemas.topics import STEPS, WEIGHTS
+from turnlog.settings import StoreSettings
 
 
-async def begun(folder: Path, *, draws: int, batches: int, parts: int = 1, **trainer: Any) -> Run:
+async def begun(
+    folder: Path, *, draws: int, batches: int, parts: int = 1, store: StoreSettings | None = None, **trainer: Any
+) -> Run:
     """A run with batches on its log, checkpoints every second step."""
     run = Run(folder, checkpoint_every=2, **trainer)
+    run.store = store
     run.settings = dataclasses.replace(run.settings, feeder=dataclasses.replace(run.settings.feeder, draws=draws))
     await run.begin()
     async with run.events() as events:
@@ -46,9 +50,11 @@ async def versions_of(run: Run) -> list[WeightVersionPublished]:
     return await written(run, WEIGHTS.name, WeightVersionPublished)
 
 
-async def test_adapters_go_out_alone_on_the_weights_that_the_first_incarnation_published(tmp_path: Path) -> None:
+async def test_adapters_go_out_alone_on_the_weights_that_the_first_incarnation_published(
+    tmp_path: Path, store: StoreSettings
+) -> None:
     run = await begun(
-        tmp_path, draws=1, batches=2, lora_rank=4, publish="adapter", learning_rate_schedule="constant"
+        tmp_path, draws=1, batches=2, store=store, lora_rank=4, publish="adapter", learning_rate_schedule="constant"
     )  # fmt: skip
     await run.train()
     run.settings = dataclasses.replace(run.settings, feeder=dataclasses.replace(run.settings.feeder, draws=2))
@@ -92,8 +98,8 @@ async def test_a_skipped_draw_moves_the_cursor_and_counts_for_no_publication(tmp
     assert [(version.version, version.batch_index) for version in await versions_of(run)] == [(0, -1), (1, 2), (2, 3)]
 
 
-async def test_weights_go_out_after_every_second_draw_and_at_the_end(tmp_path: Path) -> None:
-    run = await begun(tmp_path, draws=3, batches=6, parts=2, publish_every=2, delta_chain=1)
+async def test_weights_go_out_after_every_second_draw_and_at_the_end(tmp_path: Path, store: StoreSettings) -> None:
+    run = await begun(tmp_path, draws=3, batches=6, parts=2, store=store, publish_every=2, delta_chain=1)
     await run.train()
     versions = await versions_of(run)
     assert [(version.version, version.batch_index) for version in versions] == [(0, -1), (1, 3), (2, 5)]

@@ -15,9 +15,8 @@ from tests.unit.trainer.test_draws import Run
 from turnlog.infra.batch_files import CorruptBatch, write_rows
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.schemas.types import BlobRef
-from turnlog.trainer.launch import Beat
+from turnlog.trainer.launch import Beat, LearnerThread
 from turnlog.trainer.learner import Learner
-from turnlog.trainer.loop import LearnerThread
 from turnlog.trainer.plan import LearningPlan
 
 PATIENCE_S = 120
