@@ -5,7 +5,8 @@ EngineError
 │   ├── EngineUnreachable   nobody listens at its address
 │   └── EngineSlow          the connection is open, but no answer came in time
 ├── EngineRefused   the engine answered 4xx, or its answer cannot be used; trying again changes nothing
-└── EngineAborted   a request was aborted again and again by weight updates
+├── EngineAborted   a request was aborted again and again by weight updates
+└── TransferFailed  the engine has tensors of two versions after a transfer from training ranks
 
 Sources: sglang 0.5.21 `entrypoints/http_server.py`, `managers/io_struct.py` (GenerateReqInput). The tests' fake
 passes the same tests/contract/test_engine_contract.py.
@@ -25,12 +26,15 @@ import aiohttp
 import httpx
 import orjson
 
+from turnlog.infra.engine_plugin.order import ACTION, INTACT, Transfer
 from turnlog.infra.roles import Unreachable, passes
 from turnlog.infra.roles.http_clients import direct, for_turns
 from turnlog.infra.roles.tls import trusting
 from turnlog.processors.core.turns import Ids
 
 CONNECT_S = 5.0
+ANSWER_S = 5.0
+"""Seconds that an engine has to answer after the time for a transfer is over."""
 JSON = {"content-type": "application/json"}
 
 
@@ -52,6 +56,11 @@ class EngineSlow(EngineDead):
 
 class EngineRefused(EngineError):
     """The engine rejects the request, whoever sends it."""
+
+
+class TransferFailed(EngineError):
+    """The engine answers, but has tensors of two versions, or undefined ones, after a transfer from training ranks.
+    Remedy: load a whole version; it must not serve until then."""
 
 
 class EngineAborted(EngineError):
@@ -442,6 +451,28 @@ class EngineControl(Protocol):
         """
         ...
 
+    async def direct_ranks(self) -> int:
+        """Return the number of the engine's ranks that can receive weights from training ranks; 0 if it cannot. Raises
+        EngineDead."""
+        ...
+
+    async def receive(self, transfer: Transfer, *, timeout_s: float, released: bool = False) -> dict[str, str]:
+        """Take part in a transfer. Return the digest of each tensor that the engine received and loaded, "HEX:SHAPE",
+        on which all of its ranks agree.
+
+        The label is loading-VERSION then: the caller compares the digests, and sets the version's label. A `released`
+        engine takes its memory back first, and has it whatever comes. Raises EngineRefused if the old weights are still
+        in place, under their old label. Raises TransferFailed if the engine has tensors of two versions, or undefined
+        ones: the label stays loading-VERSION until a whole load of any version. Raises EngineDead if it does not
+        answer.
+        """
+        ...
+
+    async def label(self, text: str) -> None:
+        """Set the label that model_info and the spans of requests report from now on. Raises EngineDead,
+        EngineRefused."""
+        ...
+
     async def release(self) -> None:
         """Release the memory of the weights and the cache of a paused engine; their contents are lost. Raises
         EngineDead."""
@@ -479,24 +510,6 @@ class EngineControl(Protocol):
         ...
 
 
-class Transport(Protocol):
-    """Protocol for transferring the tensors of a verified folder into a paused engine ([loader] transport)."""
-
-    async def load(self, engine: SGLangControl, folder: Path, label: str, *, flush: bool, timeout_s: float) -> None:
-        """See EngineControl. `flush`: drop the cache."""
-        ...
-
-
-class DiskWeightTransport:
-    """The engine reads the folder, which it must see under the same path."""
-
-    async def load(self, engine: SGLangControl, folder: Path, label: str, *, flush: bool, timeout_s: float) -> None:
-        body = {"model_path": str(folder), "weight_version": label, "flush_cache": flush}
-        answer = await engine.call("POST", "/update_weights_from_disk", body, timeout_s)
-        if not answer.get("success"):
-            raise EngineRefused(f"{engine.url}: {answer.get('message')}")
-
-
 class SGLangControl:
     """Control of an SGLang server."""
 
@@ -506,13 +519,11 @@ class SGLangControl:
         *,
         ca_file: str = "",
         update: str = "retract",
-        transport: Transport | None = None,
         adapters: bool = False,
     ) -> None:
-        """`update`: see [engine]. `transport`: defaults to Disk. `adapters`: whether to request the loaded adapters.
-        Raises TlsFileUnusable."""
+        """`update`: see [engine]. `adapters`: whether to request the loaded adapters. Raises TlsFileUnusable."""
         self.url = url.rstrip("/")
-        self._update, self._transport, self._adapters = update, transport or DiskWeightTransport(), adapters
+        self._update, self._adapters = update, adapters
         trusted = trusting(url, ca_file, "engine")
         self._http = direct(base_url=self.url, timeout=QUICK_S, verify=trusted)
 
@@ -532,17 +543,77 @@ class SGLangControl:
     async def load(self, folder: Path, version: int, *, timeout_s: float, released: bool = False) -> None:
         if not released:
             flush = self._update != "in_place"  # running requests use the cache then: SGLang 0.5.21 dies of a flush
-            await self._transport.load(self, folder, str(version), flush=flush, timeout_s=timeout_s)
+            await self._load(folder, str(version), flush=flush, timeout_s=timeout_s)
             return
         loading = f"{LOADING}{version}"
         await self.label(loading)
         await self._memory("resume", WEIGHTS)
         try:
-            await self._transport.load(self, folder, loading, flush=False, timeout_s=timeout_s)  # flushed on release
+            await self._load(folder, loading, flush=False, timeout_s=timeout_s)  # flushed on release
         except EngineRefused as error:
             raise EngineDead(f"{self.url} has its memory back, but no weights: {error}") from error
         await self._memory("resume", CACHE)
         await self.label(str(version))
+
+    async def _load(self, folder: Path, label: str, *, flush: bool, timeout_s: float) -> None:
+        """Let the engine read the folder, which it must see under the same path."""
+        body = {"model_path": str(folder), "weight_version": label, "flush_cache": flush}
+        answer = await self.call("POST", "/update_weights_from_disk", body, timeout_s)
+        if not answer.get("success"):
+            raise EngineRefused(f"{self.url}: {answer.get('message')}")
+
+    async def direct_ranks(self) -> int:
+        try:
+            return len(await self._received_digests(QUICK_S))
+        except EngineRefused:  # an engine without the plugin does not know the action
+            return 0
+
+    async def receive(self, transfer: Transfer, *, timeout_s: float, released: bool = False) -> dict[str, str]:
+        before = (await self.model_info()).weight_version
+        await self.label(f"{LOADING}{transfer.version}")
+        if released:
+            await self._memory("resume", WEIGHTS)
+        try:
+            await self._transfer(transfer, flush=not released and self._update != "in_place", timeout_s=timeout_s)
+        except EngineRefused as error:
+            if released:
+                await self._memory("resume", CACHE)
+            elif INTACT in str(error) and not before.startswith(LOADING):
+                await self.label(before)
+                raise
+            raise TransferFailed(f"{self.url} was left with tensors of two versions: {error}") from error
+        if released:
+            await self._memory("resume", CACHE)
+        found = await self._received_digests(QUICK_S)
+        if (ranks := {label.partition(":")[2] for label in found}) != {transfer.label}:
+            raise TransferFailed(f"{self.url} reports {sorted(ranks)} as received in place of {transfer.label}")
+        digests = list(found.values())
+        if any(other != digests[0] for other in digests[1:]):
+            raise TransferFailed(f"the ranks of {self.url} have received different tensors of {transfer.label}")
+        return digests[0]
+
+    async def _transfer(self, transfer: Transfer, *, flush: bool, timeout_s: float) -> None:
+        """Let the engine receive within a session of its weights, which is ended whatever comes. Raises EngineRefused,
+        EngineDead."""
+        body = {
+            "names": [], "dtypes": [], "shapes": [], "flush_cache": flush, "load_format": transfer.order(timeout_s),
+        }  # fmt: skip
+        try:
+            await self.call("POST", "/begin_weight_update", {}, QUICK_S)
+        except EngineRefused:  # a killed loader has left a session
+            await self.call("POST", "/end_weight_update", {}, MEMORY_S)
+            await self.call("POST", "/begin_weight_update", {}, QUICK_S)
+        try:
+            await self.call("POST", "/update_weights_from_distributed", body, timeout_s + ANSWER_S)
+        except EngineRefused:
+            await self.call("POST", "/end_weight_update", {}, MEMORY_S)
+            raise
+        await self.call("POST", "/end_weight_update", {}, MEMORY_S)
+
+    async def _received_digests(self, timeout_s: float) -> dict[str, dict[str, str]]:
+        """Return what each rank has received last: RANK:LABEL -> digests. Raises EngineRefused, EngineDead."""
+        answer = await self.call("POST", "/weights_checker", {"action": ACTION}, timeout_s)
+        return {rank["per_gpu_checksum"]: rank["checksums"] for rank in answer.get("ranks") or ()}
 
     async def release(self) -> None:
         await self.label(RELEASING)

@@ -36,13 +36,14 @@ from turnlog.schemas.events import (
     Event,
 )
 from turnlog.schemas.ids import digest
-from turnlog.schemas.topics import ENGINE_REQUESTS, ENGINES, WEIGHTS
+from turnlog.schemas.topics import ENGINE_REQUESTS, ENGINES, TRANSFERS, WEIGHTS
 
 VERSION = Gauge("turnlog_loader_version", "Weight version served; -1 before the first")
 SILENCE = Gauge("turnlog_loader_silent", "1 while the engine does not answer")
 
 PARTITION = Partition(WEIGHTS.name, 0)
 REQUESTED, SAID = Partition(ENGINE_REQUESTS.name, 0), Partition(ENGINES.name, 0)
+TRANSFERRED = Partition(TRANSFERS.name, 0)
 
 
 class EngineStatus:
@@ -62,6 +63,8 @@ class EngineStatus:
         self.silent = False
         self.released = False
         """True if the engine has released its memory ([engine] colocate)."""
+        self.incomplete = False
+        """True if the engine may have tensors of two versions: it stays paused until it has a whole one."""
         self.versions = AnsweredVersions()
         """Fold of the same records: the versions that the log records as loaded into this engine, refused, or
         superseded."""
@@ -76,7 +79,7 @@ class EngineStatus:
         async with self._role.log.transactor(TransactionalId.LOADER.format(**names)) as self._transactor:
             group = ConsumerGroup.LOADER.format(**names)
             self.reached = await Reached.from_log(self._role.log, self._transactor, group, [PARTITION])
-            self._said = (await self._role.log.end_offsets([SAID]))[SAID]
+            self._said = sum((await self._role.log.end_offsets([SAID, TRANSFERRED])).values())
             yield
 
     @property
@@ -116,14 +119,24 @@ class EngineStatus:
         self.silent = False
         SILENCE.set(0)
         self.version, self.base_version, self.released = info.version, info.base_version, info.is_released
+        self.incomplete = info.is_incomplete
         VERSION.set(self.version)
         self.newcomer = waits and (self.newcomer or self.own.state not in (SERVING, SILENT))
+        await self._say_registered()
+
+    async def _say_registered(self) -> None:
         await self.say(EngineRegistered, model=self._role.settings.model.name, base_version=self.base_version)
 
     def serves(self, version: int) -> None:
         """Note that the engine has loaded this version."""
-        self.version, self.newcomer = version, False
+        self.version, self.newcomer, self.incomplete = version, False, False
         VERSION.set(version)
+
+    async def settle(self) -> None:
+        """Let an engine that waited for newer weights serve those that it has, because none will come for now."""
+        if self.newcomer and self.version >= 0 and not self.released:
+            self.newcomer = False
+            await self._say_registered()
 
     async def unheard(self) -> None:
         """Report the engine as silent: it takes no turns until it answers."""
@@ -149,7 +162,7 @@ class EngineStatus:
         """Write one report in one transaction. Raises Fenced."""
         self._said += 1
         report = record(
-            # Reports of an engine may be equal but for their place in time, so the offset is part of the id.
+            # Reports of an engine may be equal but for their place in time, so the offsets are part of the id.
             event_id=digest(
                 record.__name__, self._role.settings.run.id, self.engine_id, self._role.instance, self._said
             ),

@@ -4,7 +4,6 @@ NoSuchEngine       no setting identifies the engine of this loader
 EngineSwapFailed   the engine died or cannot be resumed: EngineGone is on the log, the process ends, the supervisor
                    restarts engine and loader
 Fenced             another loader of this engine has started: the process ends, and reports nothing more of the engine
-NotInstalled       [loader] transport needs torch
 
 With [engine] colocate, engine and trainer alternate on a device, in the order that the log prescribes (DeviceTurn):
 pause -> release its memory -> report that, and with the next version load it (swap.py). If a loader is killed
@@ -20,7 +19,6 @@ EngineGone and waits until the engine is requested again, or until it is stopped
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import logging
 import os
@@ -32,11 +30,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from turnlog.consumers.loader import EngineSwapFailed, NoSuchEngine
-from turnlog.consumers.loader.engine_status import PARTITION, REQUESTED, SAID, EngineStatus
+from turnlog.consumers.loader.engine_status import PARTITION, REQUESTED, SAID, TRANSFERRED, EngineStatus
 from turnlog.consumers.loader.swap import Swap
-from turnlog.infra.embedded import NotInstalled
 from turnlog.infra.engine import (
-    DiskWeightTransport,
     EngineControl,
     EngineDead,
     EngineError,
@@ -44,7 +40,6 @@ from turnlog.infra.engine import (
     EngineUnreachable,
     ModelInfo,
     SGLangControl,
-    Transport,
 )
 from turnlog.infra.history import assign_from_start, caught_up
 from turnlog.infra.log import Commit, Partition, Reader
@@ -52,13 +47,15 @@ from turnlog.infra.roles.role import Role
 from turnlog.processors.core.experts import routing_of_model
 from turnlog.processors.core.views.fleet import DRAINING, GONE
 from turnlog.processors.core.views.progress import DeviceTurn
-from turnlog.schemas.events import EngineDraining, EngineGone, WeightVersionPublished
+from turnlog.schemas.events import EngineDraining, EngineGone, WeightTransferBegun, WeightVersionPublished
 from turnlog.schemas.topics import BATCHES
-from turnlog.settings import LoaderSettings, Settings
+from turnlog.settings import Settings
 
 log = logging.getLogger(__name__)
 
 MANIFESTS = Partition(BATCHES.name, 0)
+LAST_TRANSFERS = 1000
+"""Number of records of weight-transfers that are read at the start: those of unanswered versions are among the last."""
 START_LOOK_S = 0.2
 """Seconds between two checks of an engine that is starting."""
 PROBE_S = 1.0
@@ -119,30 +116,15 @@ def update_of(settings: Settings) -> str:
     return "abort" if recorded else "retract"
 
 
-def transport_of(settings: LoaderSettings) -> Transport:
-    """Return the transport that [loader] transport names. Raises NotInstalled if it needs torch, which is missing."""
-    if settings.transport == "disk":
-        return DiskWeightTransport()
-    if importlib.util.find_spec("torch") is None:
-        raise NotInstalled(
-            f'[loader] transport is "{settings.transport}", and torch is not installed: install the `train` extra (or '
-            'run the loader from the image of the trainer), or set "disk"'
-        )
-    from turnlog.infra.tensors.transports import Broadcast, SharedMemory  # torch takes seconds to import
-
-    return SharedMemory() if settings.transport == "tensor" else Broadcast(settings.group_backend)
-
-
 async def main(role: Role) -> None:
     """Keep one engine on the newest weight version until the role stops. Raises NoSuchEngine, EngineSwapFailed,
-    NotInstalled, LogError, BlobError."""
+    LogError, BlobError."""
     engine = engine_of(role.settings, os.environ)
     update = update_of(role.settings)
     log.info("running requests switch to new weights by %s", update)
     adapters = role.settings.trainer.publish == "adapter"
-    transport = await asyncio.to_thread(transport_of, role.settings.loader)
     ca_file = role.settings.engine.ca_file
-    control = SGLangControl(engine.url, ca_file=ca_file, update=update, transport=transport, adapters=adapters)
+    control = SGLangControl(engine.url, ca_file=ca_file, update=update, adapters=adapters)
     try:
         await Loader(role, control, engine.id, engine.url, drains=engine.alone).run()
     finally:
@@ -170,8 +152,11 @@ class Loader:
     async def run(self) -> None:
         """Run until the role stops, as the module describes."""
         self._swap = Swap(self._role, self._control, self._standing, self._beat)
-        async with self._standing.take_ownership():
-            await self._run()
+        try:
+            async with self._standing.take_ownership():
+                await self._run()
+        finally:
+            await self._swap.close()
 
     async def _run(self) -> None:
         async with self._role.log.reader() as requests, self._role.log.reader() as reader:
@@ -179,7 +164,7 @@ class Loader:
             while not caught_up(requests, ends):
                 self._beat()
                 await self._standing.hear(requests)
-            reader.assign(await self._role.log.start_offsets(self._topics))
+            reader.assign(await self._starts())
             while not self._role.stopping.is_set():
                 if self._standing.own.leaving:
                     await self._leave(requests)
@@ -269,7 +254,12 @@ class Loader:
 
     @property
     def _topics(self) -> list[Partition]:
-        return [PARTITION, *([MANIFESTS] if self._role.settings.engine.colocate else [])]
+        return [PARTITION, TRANSFERRED, *([MANIFESTS] if self._role.settings.engine.colocate else [])]
+
+    async def _starts(self) -> dict[Partition, int]:
+        starts = await self._role.log.start_offsets(self._topics)
+        ends = await self._role.log.end_offsets([TRANSFERRED])
+        return starts | {TRANSFERRED: max(starts[TRANSFERRED], ends[TRANSFERRED] - LAST_TRANSFERS)}
 
     def _beat(self) -> None:
         settings = self._role.settings
@@ -311,19 +301,15 @@ class Loader:
         given = self._standing.drop_unrecorded(info)
         if given != info:
             log.warning("%s reports %s, which was not loaded into it: loading again", self._url, info.weight_version)
-        self._swap.begin_after(given.version)
-        await self._standing.report_registered(given, waits=bool(self._swap.waiting))
+        await self._standing.report_registered(given, waits=bool(self._swap.news_after(given.version)))
+        self._swap.direct.begin_anew()
         self._swap.recall()
 
     async def _take_turn(self) -> None:
-        """Do what the log asks for next: release the device, or load a waiting version."""
+        """Do what the log asks for next: release the device, or get a waiting version."""
         if self._turn.trainers:
             await self._give_way()
-            return
-        if self._standing.released and not self._swap.waiting:  # the version that it waited for was refused
-            self._swap.begin_again()
-        if self._swap.waiting:
-            await self._swap.newest()
+        elif (self._swap.waiting or self._standing.released) and await self._swap.step():
             self._heard = time.monotonic()
             self._beat()
 
@@ -342,7 +328,7 @@ class Loader:
         async with self._standing.lives("gave its memory back"):
             await self._control.pause()
             await self._control.release()
-        self._standing.released, self._heard = True, time.monotonic()
+        self._standing.released, self._standing.incomplete, self._heard = True, False, time.monotonic()
 
     async def _catch_up(self, reader: Reader) -> None:
         ends = await self._role.log.end_offsets(self._topics)
@@ -358,6 +344,8 @@ class Loader:
                 self._turn.apply(event)
             if isinstance(event, WeightVersionPublished):
                 self._swap.remember(event)
+            elif isinstance(event, WeightTransferBegun):
+                self._swap.direct.note_begun(event)
         return bool(records)
 
     async def _probe(self) -> None:

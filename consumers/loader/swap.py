@@ -1,9 +1,11 @@
 """Weight updates of an engine: loads the newest of the waiting versions, as full weights or as an adapter.
 
-Files are fetched and verified before the engine is touched. Then: pause ([engine] update) -> load ([loader] transport)
--> check the label -> resume. The engine is resumed after every failure except its death. If several versions wait, the
-newest valid one is loaded and the others are superseded. A refused version is not tried again; the old weights serve
-until the next version.
+A version that training ranks send is received from them (direct.py). Every other version, and one that the engine
+missed, is loaded from the store. Its files are fetched and verified before the engine is touched; while they are being
+fetched, training ranks may send a newer version. Then: pause ([engine] update) -> load -> check the label -> resume.
+After a failure the engine is resumed, unless it has died or has tensors of two versions. If several versions wait, the
+newest one that is available is loaded, and the older ones are superseded. A refused version is not tried again; the old
+weights serve until the next version.
 
 An adapter is loaded beside the weights that serve, without a pause, because each request names the adapter that must
 answer it. Adapters older than the last two are unloaded once their requests have ended. If the engine has other base
@@ -18,17 +20,19 @@ BadWeights is in infra/tensors/versions.py.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import Counter
 
+from turnlog.consumers.loader.direct import DirectWay
 from turnlog.consumers.loader.engine_status import EngineStatus
 from turnlog.infra.blobs import BlobError
-from turnlog.infra.engine import EngineControl, EngineDead, EngineRefused
+from turnlog.infra.engine import EngineControl, EngineDead, EngineRefused, TransferFailed
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role
 from turnlog.infra.tensors.fits import check_fits, model_shapes
@@ -42,7 +46,7 @@ from turnlog.infra.tensors.versions import (
     chain_of,
 )
 from turnlog.processors.core.views.fleet import STARTING
-from turnlog.processors.core.views.progress import WeightChain
+from turnlog.processors.core.views.progress import DURABLE, WeightChain
 from turnlog.schemas.events import EngineWeightsLoaded, EngineWeightsRefused, WeightVersionPublished
 
 log = logging.getLogger(__name__)
@@ -53,12 +57,34 @@ ATTEMPTS = 3
 """Attempts to fetch the files of a version, beyond the retries of each request to the store. A new process is the next
 one: its connections are new, too."""
 RETRY_S = 0.5
+LOOK_S = 0.2
+"""Maximum seconds that one step waits for files, because training ranks may send a newer version meanwhile."""
 RECENT = 8
+DURABLE_KEPT = 2
+"""Number of the newest versions with files that are remembered, however many were announced since."""
 ADAPTERS = 2
 """Number of adapters that stay loaded: requests of the previous one finish while the newest one serves."""
 PATIENCE_S = 5.0
 """Seconds to wait for the requests of an adapter that is to be unloaded. After that, all running requests are aborted,
 and gateways submit them again."""
+
+
+class Fetched(NamedTuple):
+    """A version on disk."""
+
+    event: WeightVersionPublished
+    held: Held
+    timer: Timer
+    """Seconds of fetch and verify."""
+
+
+@dataclass(slots=True)
+class Fetching:
+    """A version that is being fetched."""
+
+    version: int
+    task: asyncio.Task[list[Fetched]]
+    """Returns the version, and before it the base weights of an adapter if the engine does not have them."""
 
 
 class Swap:
@@ -71,32 +97,34 @@ class Swap:
         self._folders = WeightFolders(weight_folders(run.directory), role.blobs, beat=beat)
         self._note = ServedNote.of(run.directory, run.id, standing.engine_id)
         self._folder: Held | None = None
-        """Folder of the weights that serve, or of the base weights of adapters."""
+        """Folder of the weights that were loaded last from files, which serve or are the base weights of adapters."""
         self._adapters: dict[int, Held] = {}
         """Folders of the loaded adapters."""
         self._expected = model_shapes(Path(role.settings.model.path))
         self._recent: dict[int, WeightVersionPublished] = {}
         """The newest versions on the log, and those that they build on; needed for an engine that comes back without
         weights."""
-        self.waiting: list[int] = []
-        """Queue of versions to load, in ascending order."""
         self._refused: set[int] = set()
         self._unanswered: set[int] = set()
         """Versions that the log reports neither as loaded, nor as refused, nor as superseded."""
         self._chain = WeightChain()
         """All published versions."""
-        self._ahead = -1
-        """Version that was fetched before the engine answered; -1 if none."""
+        self.direct = DirectWay(role, control, standing)
+        self._mismatched = -1
+        """Version whose digests differed when it was sent last; -1 if none."""
+        self._fetching: Fetching | None = None
 
     def remember(self, event: WeightVersionPublished) -> None:
-        """Add a version that was published on the log."""
+        """Add a record of a version: its publication or announcement, or that of its durable copy."""
+        known = self._recent.get(event.version)
+        if known is not None and not event.digests:
+            event = dataclasses.replace(event, digests=known.digests)
         if not self._standing.versions.is_answered(event.version):
             self._unanswered.add(event.version)
         self._chain.apply(event)
-        if self._chain.is_news(event.version, self._standing.version):
-            self.waiting.append(event.version)
         self._recent[event.version] = event
-        needed = set(sorted(self._recent)[-RECENT:])
+        stored = sorted(filter(self._is_durable, self._recent))
+        needed = {*sorted(self._recent)[-RECENT:], *stored[-DURABLE_KEPT:]}
         for version in sorted(needed, reverse=True):
             base = self._recent[version].base_version
             while base in self._recent and base not in needed:
@@ -104,63 +132,200 @@ class Swap:
                 base = self._recent[base].base_version
         self._recent = {version: one for version, one in self._recent.items() if version in needed}
 
-    def begin_after(self, version: int) -> None:
-        """Queue all newer versions, given that the engine has `version`."""
-        known = {*self.waiting, *self._recent} - self._refused
-        self.waiting = sorted(one for one in known if self._chain.is_news(one, version))
+    def _is_durable(self, version: int) -> bool:
+        return self._recent[version].state == DURABLE
 
-    def begin_again(self) -> None:
-        """Queue the newest version that was not refused, because the engine has lost its weights."""
-        self.waiting = [version for version in sorted(self._recent) if version not in self._refused][-1:]
+    @property
+    def waiting(self) -> list[int]:
+        """Versions to load, in ascending order."""
+        return self.news_after(self._standing.version)
+
+    def news_after(self, served: int) -> list[int]:
+        """Return the versions to load, in ascending order, given that the engine has `served`.
+
+        Training ranks send a version once, so a version that was acknowledged or refused can only be loaded from files.
+        A version that an earlier process refused is tried again if the engine has no weights and there is no other
+        version: the engine may have been repaired.
+        """
+        answered = self._standing.versions
+        news = sorted(
+            version
+            for version in self._recent.keys() - self._refused
+            if self._chain.is_news(version, served) and (self._is_durable(version) or not answered.is_answered(version))
+        )
+        return [version for version in news if version not in answered.refused] or (news if served < 0 else [])
+
+    def _newest_durable(self) -> int | None:
+        """Return the newest version that can be loaded from files. An engine that has released its memory needs one
+        even if it had it before."""
+        found = [version for version in self.waiting if self._is_durable(version)]
+        if not found and self._standing.released:
+            found = [version for version in self.news_after(-1) if self._is_durable(version)]
+        return found[-1] if found else None
+
+    async def step(self) -> bool:
+        """Take the next step towards the newest version that is available: receive it, report that the engine is ready
+        to receive it, wait for its files for a short while, or load them. Return whether the engine was changed. Raises
+        BlobError, EngineSwapFailed, Fenced."""
+        waiting = self.waiting
+        if waiting:
+            event = self._recent[waiting[-1]]
+            if self.direct.has_begun(event.version):
+                await self._receive(event)
+                return True
+            if not self._is_durable(event.version) and await self._await_transfer(event):
+                return False
+        if self._newest_durable() is None:
+            await self._standing.settle()
+            return False
+        fetched = await self._fetch()
+        return fetched is not None and await self._load_fetched(fetched)
+
+    async def _await_transfer(self, event: WeightVersionPublished) -> bool:
+        """Return whether to wait for training ranks to send the version. A version that does not fit is refused."""
+        try:
+            check_fits(event, self._expected)
+        except BadWeights as error:
+            await self._refuse(event, error)
+            return True
+        if event.incarnation < self._chain.incarnation:  # its trainer has died
+            return False
+        return not await self._ask(event) or self.direct.may_come(event.version)
+
+    async def _ask(self, event: WeightVersionPublished, cause: str = "") -> bool:
+        """Return whether the engine answered. If not, the next step asks again, and probes find out if it is gone."""
+        try:
+            await self.direct.ask(event, cause=cause)
+        except EngineDead as error:
+            log.warning("version %d: %s", event.version, error)
+            return False
+        return True
+
+    async def _receive(self, event: WeightVersionPublished) -> None:
+        """Let the engine receive the version from training ranks. If that fails, report that it is ready for the next
+        attempt."""
+        try:
+            seconds = await self.direct.load(event)
+        except (EngineRefused, TransferFailed, BadWeights) as error:
+            log.warning("version %d: %s: %s", event.version, type(error).__name__, error)
+            await self.direct.report_incomplete()
+            again = isinstance(error, BadWeights) and self._mismatched == event.version
+            self._mismatched = event.version if isinstance(error, BadWeights) else -1
+            if self._is_durable(event.version):
+                return
+            if again:
+                await self._refuse(event, error)
+            else:
+                await self._ask(event, f"{type(error).__name__}: {error}")
+        else:
+            self._standing.base_version = None
+            await self._report_loaded(event, seconds)
 
     async def fetch_ahead(self) -> None:
-        """Fetch and verify the version to load first, while the engine is starting. Raises BlobError."""
-        if not self.waiting or self.waiting[-1] == self._ahead:
+        """Fetch and verify the version to load first, for a short while, because the engine is starting. Raises
+        BlobError."""
+        newest = self._newest_durable()
+        if newest is None:
             return
-        event, began = self._recent[self.waiting[-1]], time.monotonic()
-        self._ahead = event.version
-        try:
-            check_fits(event, self._expected)
-            chain = chain_of(event, self._recent)
-            for part in (chain[:-1], chain[-1:]) if event.kind == "adapter" else (chain,):
-                (await self._fetch_folder(part, Timer())).release()  # the newest folders stay without a hold
-        except BadWeights as error:
-            log.warning("version %d will be refused: %s", event.version, error)
-        else:
-            log.info("version %d is here before its engine, after %.2f s", event.version, time.monotonic() - began)
+        if self._fetching is not None and self._fetching.version != newest and self._fetching.task.done():
+            self._drop_fetched()
+        self._begin_fetch(newest)
+        if self._fetching is not None:
+            await asyncio.wait({self._fetching.task}, timeout=LOOK_S)
 
-    async def newest(self) -> None:
-        """Load the newest waiting version. If it is refused, the next call tries the next newest."""
-        newest = self.waiting.pop()
-        event = self._recent.get(newest)
-        if event is None:  # every recent version was refused
-            self.waiting = []
-            return
+    def _begin_fetch(self, version: int) -> None:
+        """Begin to fetch the version, unless something is being fetched."""
+        if self._fetching is None:
+            event = self._recent[version]
+            self._fetching = Fetching(version, asyncio.create_task(self._obtain(event), name=f"fetch {version}"))
+
+    async def _fetch(self) -> Fetching | None:
+        """Return the version that was fetched, or None while files are being fetched. Versions that need not be loaded
+        any more are dropped."""
+        newest = self._newest_durable()
+        wanted = {*self.waiting, newest}
+        if self._fetching is not None and self._fetching.task.done() and self._fetching.version not in wanted:
+            self._drop_fetched()
+        if newest is not None:
+            self._begin_fetch(newest)
+        if self._fetching is None:
+            return None
+        await asyncio.wait({self._fetching.task}, timeout=LOOK_S)
+        if not self._fetching.task.done() or self._fetching.version not in wanted:
+            return None
+        fetched, self._fetching = self._fetching, None
+        return fetched
+
+    def _drop_fetched(self) -> None:
+        """Release the folders that were fetched: the newest ones stay on the disk, but may be removed."""
+        fetching, self._fetching = self._fetching, None
+        assert fetching is not None
+        assert fetching.task.done()
+        error = None if fetching.task.cancelled() else fetching.task.exception()
+        if error is not None:
+            log.warning("version %d, which is not needed any more: %s", fetching.version, error)
+        elif not fetching.task.cancelled():
+            for one in fetching.task.result():
+                one.held.release()
+
+    async def close(self) -> None:
+        """Cancel the fetch that is under way."""
+        if self._fetching is not None:
+            self._fetching.task.cancel()
+            await asyncio.wait({self._fetching.task})
+            self._drop_fetched()
+
+    async def _obtain(self, event: WeightVersionPublished) -> list[Fetched]:
+        """Fetch and verify a version, and before it the base weights of an adapter if the engine does not have them.
+        Raises BadWeights, BlobError."""
+        check_fits(event, self._expected)
+        chain = chain_of(event, self._recent)
+        parts = [chain]
+        if event.kind == "adapter":
+            check_fits(chain[0], self._expected)
+            parts = [chain[1:]] if chain[0].version == self._standing.whole else [chain[:1], chain[1:]]
+        found: list[Fetched] = []
         try:
-            check_fits(event, self._expected)
-            chain = chain_of(event, self._recent)
-            seconds = await (self._load_beside if event.kind == "adapter" else self._load_instead)(chain)
+            for part in parts:
+                timer = Timer()
+                found.append(Fetched(part[-1], await self._fetch_folder(part, timer), timer))
+        except BaseException:
+            for one in found:
+                one.held.release()
+            raise
+        return found
+
+    async def _load_fetched(self, fetched: Fetching) -> bool:
+        """Load what was fetched and report it. Return whether the engine was changed. Raises BlobError."""
+        event = self._recent[fetched.version]
+        folders: list[Fetched] = []
+        try:
+            folders = fetched.task.result()
+            *below, newest = folders
+            if event.kind != "adapter":
+                seconds = await self._load_instead(newest)
+            elif below or event.base_version == self._standing.whole:
+                seconds = await self._load_beside(newest, below)
+            else:  # the engine lost its base weights while the adapter was fetched
+                newest.held.release()
+                return False
         except (BadWeights, EngineRefused) as error:
-            self._refused.add(event.version)
             await self._refuse(event, error)
         else:
-            self.waiting = []
             await self._report_loaded(event, seconds)
             await self._unload()
+        return True
 
-    async def _load_instead(self, chain: Chain) -> dict[str, float]:
-        """Replace the engine's own weights, and return the seconds of each phase. Raises what `_load` raises,
-        BadWeights, BlobError."""
-        timer = Timer()
-        held = await self._fetch_folder(chain, timer)
+    async def _load_instead(self, fetched: Fetched) -> dict[str, float]:
+        """Replace the engine's own weights, and return the seconds of each phase. Raises what `_load` raises."""
         try:
-            await self._load(chain[-1], held.path, timer)
+            await self._load(fetched.event, fetched.held.path, fetched.timer)
         except BaseException:
-            held.release()
+            fetched.held.release()
             raise
-        self._keep(chain[-1], held)
+        self._keep(fetched.event, fetched.held)
         self._standing.base_version = None
-        return timer.seconds
+        return fetched.timer.seconds
 
     def recall(self) -> None:
         """Keep the folder of the weights that the engine is known to have, as if they had been loaded by this
@@ -177,24 +342,23 @@ class Swap:
         self._folder = held
         self._note.write(event, held.path)
 
-    async def _load_beside(self, chain: Chain) -> dict[str, float]:
-        """Load the adapter, after its base weights if necessary, and return the seconds of each phase for the adapter
-        alone. Raises the same errors."""
-        base, event = chain
-        if base.version != self._standing.whole:
-            check_fits(base, self._expected)
-            seconds = await self._load_instead(chain[:-1])
-            self.waiting = [version for version in self.waiting if version != base.version]
-            await self._report_loaded(base, seconds, state=STARTING)  # turns wait for the adapter
-        timer = Timer()
-        held = await self._fetch_folder(chain[-1:], timer)
+    async def _load_beside(self, adapter: Fetched, below: list[Fetched]) -> dict[str, float]:
+        """Load the adapter, after its base weights if the engine does not have them, and return the seconds of each
+        phase for the adapter alone. Raises the same errors."""
+        event, held, timer = adapter
         try:
+            for base in below:
+                if base.event.version == self._standing.whole:
+                    base.held.release()
+                    continue
+                seconds = await self._load_instead(base)
+                await self._report_loaded(base.event, seconds, state=STARTING)  # turns wait for the adapter
             async with self._standing.lives(f"loaded adapter {event.version}"):
-                await self._load_adapter(event.version, base.version, held.path, timer)
+                await self._load_adapter(event.version, self._standing.whole, held.path, timer)
         except BaseException:
             held.release()
             raise
-        self._adapters[event.version], self._standing.base_version = held, base.version
+        self._adapters[event.version], self._standing.base_version = held, event.base_version
         return timer.seconds
 
     async def _load_adapter(self, version: int, base: int, folder: Path, timer: Timer) -> None:
@@ -258,7 +422,7 @@ class Swap:
             except EngineDead:  # it may still answer, but its weights are those of no version
                 raise
             except BaseException:
-                if not self._standing.released:
+                if not (self._standing.released or self._standing.incomplete):
                     await self._resume(timer)
                 raise
             self._standing.released = False
@@ -283,6 +447,7 @@ class Swap:
         log.error("version %d refused, %d stays: %s", event.version, self._standing.version, error)
         REFUSED.labels(type(error).__name__).inc()
         cause = type(error).__name__
+        self._refused.add(event.version)
         self._standing.newcomer = self._standing.newcomer and bool(self.waiting)
         await self._standing.say(EngineWeightsRefused, refused_version=event.version, cause=cause, message=str(error))
         self._unanswered.discard(event.version)

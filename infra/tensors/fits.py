@@ -39,8 +39,8 @@ def model_shapes(folder: Path) -> Shapes:
 
 
 def published_shapes(event: WeightVersionPublished) -> Shapes:
-    """Return tensor names and shapes of the version."""
-    sizes = {name: text.partition(":")[2] for name, text in event.checksums.items()}
+    """Return tensor names and shapes of the version, also of one that is only announced."""
+    sizes = {name: text.partition(":")[2] for name, text in (event.checksums or event.digests).items()}
     return {name: tuple(map(int, size.split("x"))) if size else () for name, size in sizes.items()}
 
 

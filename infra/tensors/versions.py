@@ -10,6 +10,7 @@ BadWeights   SGLang would load wrong tensors and die of short files
 ├── DtypeMismatch          a tensor has another dtype than the event states
 ├── BaseMissing            no event describes the base of a delta
 ├── WrongBase              a delta does not match the contents of its base
+├── DigestMismatch         a tensor that training ranks sent is not the one that was announced
 ├── ChecksumMismatch       a file or tensor does not hash to the value in the event
 └── UnsafeName             a file name that would leave the folder
 """
@@ -75,6 +76,10 @@ class WrongBase(BadWeights):
 
 class ChecksumMismatch(BadWeights):
     """The bytes are not those that the trainer exported."""
+
+
+class DigestMismatch(BadWeights):
+    """An engine received other bytes than those that the trainer announced."""
 
 
 class UnsafeName(BadWeights):

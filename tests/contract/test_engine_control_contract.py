@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import shutil
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
-from tests.contract.test_https import served
 from tests.fakes.memory_engine_control import MemoryEngineControl
 from tests.fakes.weights import adapter
 from tests.tiny_model import make_tiny_model
-from turnlog.consumers.loader.role import transport_of
+from tests.training_side import CPU, TrainingSide, digests_of
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.engine import (
@@ -35,28 +28,28 @@ from turnlog.infra.engine import (
     OutputChunk,
     SGLang,
     SGLangControl,
+    Transfer,
+    TransferFailed,
 )
-from turnlog.infra.tensors.files import METADATA
-from turnlog.infra.tensors.transports import SharedMemory, TransportUnusable, buckets
+from turnlog.infra.tensors.digests import bucket_digests
+from turnlog.infra.tensors.transfer import Receiver, TransferBroken
 from turnlog.infra.tensors.versions import fetch
-from turnlog.settings import EngineSettings, LoaderSettings
+from turnlog.settings import EngineSettings
 from turnlog.trainer.weights import read_weights
 
-TRANSPORTS: tuple[Literal["disk", "tensor", "distributed"], ...] = ("disk", "tensor", "distributed")
 
-
-@pytest.fixture(params=["memory", *(pytest.param(name, marks=pytest.mark.engine) for name in TRANSPORTS)])
+@pytest.fixture(params=["memory", pytest.param("sglang", marks=pytest.mark.engine)])
 async def control(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[EngineControl]:
     if request.param == "memory":
         yield MemoryEngineControl(tmp_path)
         return
-    async with real(request.getfixturevalue("engine_url"), request.param) as found:
+    async with real(request.getfixturevalue("engine_url")) as found:
         yield found
 
 
 @asynccontextmanager
-async def real(url: str, transport: Any, update: str = "retract") -> AsyncIterator[SGLangControl]:
-    found = SGLangControl(url, update=update, transport=transport_of(LoaderSettings(transport=transport)))
+async def real(url: str, update: str = "retract") -> AsyncIterator[SGLangControl]:
+    found = SGLangControl(url, update=update)
     yield found
     await found.close()
 
@@ -75,13 +68,12 @@ async def test_a_load_changes_the_label(control: EngineControl, model: Path) -> 
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("update", ["retract", "in_place", "abort"])
 async def test_a_running_request_meets_new_weights_as_the_setting_says(
-    engine_url: str, model: Path, update: str, transport: str
+    engine_url: str, model: Path, update: str
 ) -> None:
     engine = SGLang(engine_url)
-    async with real(engine_url, transport, update) as control:
+    async with real(engine_url, update) as control:
         before = (await control.model_info()).version
         for version in itertools.count(before + 1):
             pieces = [piece async for piece in under_an_update(engine, control, model, version)]
@@ -116,7 +108,7 @@ async def test_a_request_that_runs_when_its_engine_gives_its_memory_back_ends_on
     engine_url: str, model: Path
 ) -> None:
     engine = SGLang(engine_url)
-    async with real(engine_url, "disk") as control:
+    async with real(engine_url) as control:
         before = await loaded(control, model)
         for version in itertools.count(before + 1):
             pieces = [piece async for piece in under_an_update(engine, control, model, version, released=True)]
@@ -128,24 +120,6 @@ async def test_a_request_that_runs_when_its_engine_gives_its_memory_back_ends_on
     assert labels == [str(version - 1), str(version)]
 
 
-@pytest.mark.engine
-async def test_the_same_bits_are_served_whatever_brought_them(engine_url: str, model: Path, tmp_path: Path) -> None:
-    other = make_tiny_model(tmp_path / "other", seed=7)
-    answers: dict[Path, list[list[float]]] = {model: [], other: []}
-    engine = SGLang(engine_url)
-    for transport in TRANSPORTS:
-        async with real(engine_url, transport) as control:
-            for folder, found in answers.items():
-                await loaded(control, folder)
-                request = Generate(rid=uuid.uuid4().hex, input_ids=[10, 20, 30], temperature=0.0, max_new_tokens=12)
-                (piece,) = [piece async for piece in engine.generate(request, stream=False, timeout_s=60)]
-                found.append(piece.logprobs)
-    await engine.close()
-    for found in answers.values():
-        assert found == [found[0]] * len(TRANSPORTS)
-    assert answers[model] != answers[other]
-
-
 async def loaded(control: EngineControl, folder: Path) -> int:
     """Under the next number."""
     version = (await control.model_info()).version + 1
@@ -155,89 +129,18 @@ async def loaded(control: EngineControl, folder: Path) -> int:
     return version
 
 
-def spoiled(model: Path, folder: Path) -> Path:
-    """The same names, and one matrix turned over: SGLang is in the middle of a version when it sees that."""
-    shutil.copytree(model, folder)
-    weights = load_file(model / "model.safetensors")
-    name = next(name for name in weights if name.endswith("down_proj.weight"))
-    save_file({**weights, name: weights[name].T.contiguous()}, folder / "model.safetensors", METADATA)
-    return folder
-
-
-@pytest.mark.engine
-async def test_an_engine_that_has_half_of_a_version_says_so_until_it_has_a_whole_one(
-    engine_url: str, model: Path, tmp_path: Path
-) -> None:
-    async with real(engine_url, "distributed") as control:
-        before = await loaded(control, model)
-        await control.pause()
-        with pytest.raises(EngineDead, match="left with tensors of two versions"):
-            await control.load(spoiled(model, tmp_path / "spoiled"), before + 1, timeout_s=60)
-        info = await control.model_info()
-        assert (info.version, info.is_incomplete, info.weight_version) == (-1, True, f"{LOADING}{before + 1}")
-        await control.load(model, before + 2, timeout_s=60)  # the session that was left open is closed first
-        await control.resume()
-        assert (await control.model_info()).version == before + 2
-
-
-@pytest.mark.long
-@pytest.mark.engine
-async def test_an_engine_that_dies_amid_an_update_is_dead_to_its_loader(model: Path, tmp_path: Path) -> None:
-    with EngineServer(model, EngineSettings(), log=tmp_path / "engine.log") as engine:
-        async with real(engine.url, "tensor") as control:
-            await control.pause()
-            with pytest.raises(EngineDead):
-                await control.load(spoiled(model, tmp_path / "spoiled"), 1, timeout_s=20)
-
-
 @pytest.mark.long
 @pytest.mark.engine
 async def test_an_engine_that_takes_back_what_it_has_dies_and_what_it_gave_is_taken_once(
     model: Path, tmp_path: Path
 ) -> None:
     with EngineServer(model, EngineSettings(), log=tmp_path / "engine.log") as engine:
-        async with real(engine.url, "disk") as control:
+        async with real(engine.url) as control:
             await control.pause()
             await control.release()
             await control.retake()
             with pytest.raises(EngineDead):
                 await control.retake()
-
-
-async def test_a_group_that_is_never_formed_is_given_up_after_the_time_of_a_load(model: Path) -> None:
-    """An engine that says yes and does not come."""
-
-    async def yes(_: Request) -> Response:
-        return JSONResponse({"success": True, "tp_size": 1})
-
-    async with served(yes) as url, real(url, "distributed") as control:
-        with pytest.raises(EngineDead, match=r"did not join a gloo group at 127.0.0.1 within \[loader\] timeout_s"):
-            await control.load(model, 1, timeout_s=1.0)
-
-
-async def test_shared_memory_that_is_too_small_is_named_before_the_engine_hears_of_an_update(model: Path) -> None:
-    asked = []
-
-    async def note(request: Request) -> Response:
-        asked.append(request.url.path)
-        return JSONResponse({"success": True})
-
-    async with served(note) as url:
-        control = SGLangControl(url, transport=SharedMemory(room=lambda: 1000))
-        with pytest.raises(TransportUnusable, match=r"/dev/shm has 1000 bytes free, a bucket of this version needs"):
-            await control.load(model, 1, timeout_s=10)
-        await control.close()
-    assert asked == ["/server_info"]
-
-
-def test_buckets_hold_each_tensor_once_as_it_is(model: Path) -> None:
-    whole = load_file(model / "model.safetensors")
-    for limit in (1, 100_000, 2**30):
-        found = list(buckets(model, limit))
-        assert all(bucket.nbytes <= limit or len(bucket.places) == 1 for bucket in found)
-        parts = [part for bucket in found for part in bucket.tensors(bucket.values())]
-        assert len(parts) == len(whole)
-        assert all(torch.equal(tensor, whole[name]) for name, tensor in parts)
 
 
 async def under_an_update(
@@ -341,6 +244,112 @@ async def test_an_adapter_goes_once_its_requests_have_ended_or_are_ended(
 async def rest_of(answer: AsyncIterator[OutputChunk], pieces: list[OutputChunk]) -> None:
     async for piece in answer:
         pieces.append(piece)
+
+
+@pytest.fixture(params=["memory", pytest.param("sglang", marks=pytest.mark.engine)])
+async def direct(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[EngineControl]:
+    """An engine that receives from training ranks."""
+    if request.param == "memory":
+        memory = MemoryEngineControl(tmp_path)
+        memory.take = take_part
+        yield memory
+        return
+    real = SGLangControl(request.getfixturevalue("engine_url"))
+    yield real
+    await real.resume()
+    await real.close()
+
+
+async def take_part(transfer: Transfer, timeout_s: float) -> dict[str, str]:
+    """Receive a version and load it nowhere."""
+    digests = dict[str, str]()
+
+    def receive() -> None:
+        member = Receiver(
+            transfer.group, transfer.address, transfer.port, rank=transfer.first_rank, world_size=transfer.world_size,
+            senders=transfer.senders, device=CPU, timeout_s=timeout_s,
+        )  # fmt: skip
+        try:
+            for specs, bucket in member.receive(member.plan(transfer.version, transfer.attempt, timeout_s), timeout_s):
+                digests.update(zip((spec.name for spec in specs), bucket_digests(specs, bucket), strict=True))
+        finally:
+            member.close()
+
+    try:
+        await asyncio.to_thread(receive)
+    except TransferBroken as error:
+        raise (TransferFailed if digests else EngineRefused)(str(error)) from error
+    return digests
+
+
+async def test_a_version_of_training_ranks_is_received_and_its_digests_are_told(
+    direct: EngineControl, model: Path
+) -> None:
+    weights, version = read_weights(model), await loaded(direct, model) + 1
+    assert await direct.direct_ranks() == 1
+    await direct.pause()
+    with TrainingSide(1) as side:
+        found, _ = await asyncio.gather(
+            direct.receive(side.transfer(version), timeout_s=60), side.sends(weights, version)
+        )
+    assert found == digests_of(weights)
+    assert (await direct.model_info()).weight_version == f"{LOADING}{version}"
+    await direct.label(str(version))
+    await direct.resume()
+    assert (await direct.model_info()).version == version
+
+
+async def test_an_engine_that_gave_its_memory_back_receives_the_next_version(
+    direct: EngineControl, model: Path
+) -> None:
+    weights, version = read_weights(model), await loaded(direct, model) + 1
+    await direct.pause()
+    await direct.release()
+    with TrainingSide(1) as side:
+        found, _ = await asyncio.gather(
+            direct.receive(side.transfer(version), timeout_s=60, released=True), side.sends(weights, version)
+        )
+    assert found == digests_of(weights)
+    await direct.label(str(version))
+    await direct.resume()
+    assert (await direct.model_info()).version == version
+
+
+@pytest.mark.parametrize("released", [False, True])
+async def test_a_transfer_that_never_begins_leaves_what_the_engine_had(
+    direct: EngineControl, model: Path, released: bool
+) -> None:
+    """Its old weights, or memory without any."""
+    version = await loaded(direct, model)
+    await direct.pause()
+    if released:
+        await direct.release()
+    with TrainingSide(1) as side, pytest.raises(TransferFailed if released else EngineRefused):
+        await direct.receive(side.transfer(version + 1), timeout_s=1.0, released=released)
+    label = f"{LOADING}{version + 1}" if released else str(version)
+    assert (await direct.model_info()).weight_version == label
+    await direct.load(model, version + 2, timeout_s=60)  # also after a release: it has taken its memory back
+    await direct.resume()
+
+
+async def test_an_engine_whose_transfer_ends_early_says_so_until_it_has_a_whole_version(
+    direct: EngineControl, model: Path
+) -> None:
+    weights, version = read_weights(model), await loaded(direct, model) + 1
+    await direct.pause()
+    with TrainingSide(1, half_bytes=64 << 10) as side:
+        receiving = asyncio.create_task(direct.receive(side.transfer(version), timeout_s=10.0))
+        await asyncio.to_thread(side.send, side.plan(weights, version), weights, count=2)
+        with pytest.raises(TransferFailed):
+            await receiving
+    assert (await direct.model_info()).weight_version == f"{LOADING}{version}"
+    with TrainingSide(1) as side:  # the next attempt, in another group
+        await asyncio.gather(
+            direct.receive(side.transfer(version, attempt=1), timeout_s=60), side.sends(weights, version, attempt=1)
+        )
+    await direct.label(str(version))
+    await direct.resume()
+    assert (await direct.model_info()).version == version
 
 
 async def test_resume_is_harmless_when_not_paused(control: EngineControl) -> None:

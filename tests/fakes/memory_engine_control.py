@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +15,12 @@ from turnlog.infra.engine import (
     RELEASING,
     WEIGHTS,
     EngineDead,
+    EngineError,
     EngineRefused,
     EngineUnreachable,
     ModelInfo,
+    Transfer,
+    TransferFailed,
 )
 from turnlog.infra.tensors.adapters import CONFIG
 
@@ -41,6 +45,16 @@ class MemoryEngineControl:
         self.takes_adapters = True
         """Started with --enable-lora."""
         self.memory = {CACHE, WEIGHTS}
+        self.ranks = 1
+        """That can receive from training ranks."""
+        self.digests: dict[str, str] = {}
+        """That it reports of every version that it receives."""
+        self.failures: list[EngineError] = []
+        """Of the next transfers, in order: EngineRefused leaves the old weights, TransferFailed does not, and of
+        EngineDead it dies."""
+        self.take: Callable[[Transfer, float], Awaitable[dict[str, str]]] | None = None
+        """Receives in earnest and returns the digests, or raises one of these errors."""
+        self.transfers: list[Transfer] = []
 
     def restart(self, label: str = "default") -> None:
         """Come back with the model folder's own weights, or with those of a version that it is started from."""
@@ -71,6 +85,38 @@ class MemoryEngineControl:
         if released:
             await self._take(CACHE)
         await self.label(str(version))
+
+    async def direct_ranks(self) -> int:
+        self._alive()
+        return self.ranks
+
+    async def receive(self, transfer: Transfer, *, timeout_s: float, released: bool = False) -> dict[str, str]:
+        """See EngineControl."""
+        before = (await self.model_info()).weight_version
+        await self.label(f"{LOADING}{transfer.version}")
+        if released:
+            await self._take(WEIGHTS)
+        self.transfers.append(transfer)
+        try:
+            found = await self._received(transfer, timeout_s)
+        except EngineRefused as error:
+            if not released and not before.startswith(LOADING):
+                await self.label(before)
+                raise
+            raise TransferFailed(f"{error}: it has no whole version") from error
+        except EngineDead:
+            self.alive = False
+            raise
+        finally:
+            if released and self.alive:
+                await self._take(CACHE)
+        return found
+
+    async def _received(self, transfer: Transfer, timeout_s: float) -> dict[str, str]:
+        await self._step()
+        if self.failures:
+            raise self.failures.pop(0)
+        return dict(self.digests) if self.take is None else await self.take(transfer, timeout_s)
 
     async def release(self) -> None:
         """See EngineControl."""

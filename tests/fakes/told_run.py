@@ -28,8 +28,10 @@ from turnlog.schemas.events import (
     RunPlanned,
     SampleBatchFormed,
     StepCompleted,
+    WeightFile,
     WeightVersionPublished,
 )
+from turnlog.schemas.ids import digest
 from turnlog.settings import IndexSettings, ModelSettings, RunSettings, Settings
 
 SINCE_MS = 1_795_500_000_000
@@ -37,14 +39,17 @@ SIZE = 4
 """Rollouts of a group."""
 PER_VERSION = 4
 """Groups that one weight version samples."""
+LOADED_S = {"join": 0.05, "pause": 0.01, "load": 0.3, "check": 0.03, "resume": 0.01}
+"""Phases of a load of weights that training ranks send."""
 
 
 class ToldRun:
     """A run, its index and what serves need of it."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder` is the run's directory."""
-        self.folder = folder
+    def __init__(self, folder: Path, *, direct: bool = False) -> None:
+        """`folder` is the run's directory. `direct`: training ranks send the weights to the engine, and every second
+        version is stored."""
+        self.folder, self._direct = folder, direct
         self.words = tokenizer(folder / "model")
         settings = dataclasses.replace(SETTINGS, batcher=dataclasses.replace(SETTINGS.batcher, max_tokens=480))
         self.run = TrainedRun(settings, MemoryBroker(SINCE_MS, every_ms=350))
@@ -135,12 +140,30 @@ class ToldRun:
                 seconds={"wait": 0.2, "read": 0.05, "step": 0.3 + 0.2 * rng.random(), "export": 0.2, "checkpoint": 0.0},
                 world_size=1, metrics={"kl": 0.002 * step}, token_file=file,
             ),
-            WeightVersionPublished(
-                event_id=f"version-{step}", run_id="run", version=step, step=step, batch_index=batch.batch_index,
-                incarnation=0, kind="full", base_version=None, files=(), dtype="float32", checksums={}, checkpoint="",
-            ),
+            self._published(step, batch),
             *([EngineRegistered(event_id="engine", run_id="run", engine_id="engine-0", url="http://127.0.0.1:30000",
                                 state="serving", version=0, model="policy")] if step == 1 else []),
             EngineWeightsLoaded(event_id=f"loaded-{step}", run_id="run", engine_id="engine-0", version=step,
-                                url="http://127.0.0.1:30000", state="serving", superseded=(), seconds={"load": 0.4}),
+                                url="http://127.0.0.1:30000", state="serving", superseded=(),
+                                seconds=LOADED_S if self._direct else {"load": 0.4}),
+            *([await self._stored(step, batch)] if self._direct and step % 2 == 0 else []),
         ]  # fmt: skip
+
+    def _published(self, step: int, batch: SampleBatchFormed) -> WeightVersionPublished:
+        """The only record of a version, or the first of two."""
+        event = WeightVersionPublished(
+            event_id=digest("WeightVersionPublished", "run", step), run_id="run", version=step, step=step,
+            batch_index=batch.batch_index, incarnation=0, kind="full", base_version=None, files=(), dtype="float32",
+            checksums={}, checkpoint="",
+        )  # fmt: skip
+        if not self._direct:
+            return event
+        return dataclasses.replace(event, state="announced", transport="direct", digests={"w": f"{step:016x}:2x3"})
+
+    async def _stored(self, step: int, batch: SampleBatchFormed) -> WeightVersionPublished:
+        """The second record."""
+        file = WeightFile("model.safetensors", await self.run.objects.put(f"weights {step}".encode()))
+        return dataclasses.replace(
+            self._published(step, batch), event_id=digest("WeightVersionPublished", "run", step, "durable"),
+            state="durable", files=(file,), digests={}, checksums={"w": f"{step:064x}:2x3"},
+        )  # fmt: skip

@@ -6,12 +6,10 @@ import asyncio
 import dataclasses
 import itertools
 import json
-import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import httpx
@@ -20,7 +18,7 @@ import pytest
 import torch
 
 from tests.fakes.batches import synthetic_rows
-from tests.fakes.weights import Publications, version
+from tests.fakes.weights import Publications, upload, version
 from turnlog.consumers.loader import EngineSwapFailed
 from turnlog.consumers.loader.role import main
 from turnlog.infra.embedded.servers import EngineServer
@@ -40,12 +38,13 @@ from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.topics import ENGINES
 from turnlog.settings import EngineSettings, LoaderSettings, Settings
 from turnlog.trainer.checkpoints.cursor import Cursor
-from turnlog.trainer.checkpoints.publications import upload, version_event
+from turnlog.trainer.checkpoints.publications import version_event
+from turnlog.trainer.export import Of
 from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, imitation
-from turnlog.trainer.weights import Of, read_weights
+from turnlog.trainer.weights import read_weights
 
 pytestmark = [pytest.mark.kafka, pytest.mark.engine]
 PROMPT = [5, 6, 7, 8, 9]
@@ -110,12 +109,10 @@ async def greedy(url: str) -> tuple[list[float], str]:
     return logprobs, label
 
 
-@pytest.mark.parametrize("transport", ["disk", "tensor", "distributed"])
 async def test_what_sglang_would_call_a_success_is_refused_by_name_and_the_old_weights_serve(
-    role: Role, engine_url: str, transport: Any
+    role: Role, engine_url: str
 ) -> None:
     """A missing tensor, another shape, another architecture, and a version whose files are not what it says."""
-    role.settings = dataclasses.replace(role.settings, loader=LoaderSettings(transport=transport))
     model, run = Path(role.settings.model.path), role.settings.run.id
     loader = asyncio.create_task(main(role))
     (registered,) = await said(role, 1, loader)
@@ -205,20 +202,6 @@ async def test_an_engine_that_starts_again_has_what_it_served_and_says_so(
         assert logprobs != pytest.approx(before[0], abs=1e-2)
         role.stopping.set()
         await loader
-
-
-@pytest.mark.long
-def test_each_transport_is_measured_beside_the_engines_own_reading(engine_url: str, tmp_path: Path) -> None:
-    """The suite loads by each transport (test_engine_control_contract.py)."""
-    script = Path(__file__).parents[2] / "benchmarks/w2_transports.py"
-    environment = os.environ | {"BENCH_SIZE": "smallest", "BENCH_ENGINE": engine_url}
-    with (tmp_path / "line").open(
-        "w"
-    ) as out:  # torch's keeper of shared memory keeps a pipe open as long as the engine
-        subprocess.run([sys.executable, script], env=environment, stdout=out, stderr=out, check=True, timeout=280)
-    line = json.loads((tmp_path / "line").read_text().splitlines()[-1])
-    assert line["detail"]["bytes_per_s"].keys() == {"disk", "tensor", "distributed"}
-    assert line["value"] > 0
 
 
 async def said(role: Role, count: int, loader: asyncio.Task[None] | None = None) -> list[Event]:
