@@ -146,6 +146,7 @@ class IndexWriter:
             self._choose_step(batch)
             of_batch = self.sql.execute("SELECT session_id, group_id FROM batch_rows WHERE batch_index = ?", (batch,))
             rows.sessions.update(of_batch.fetchall())
+        self.sql.executemany(STORE_VERSION, [(version,) for version in sorted(rows.stored)])
 
     def _draw(self, place: int, event: SampleBatchFormed | BatchSkipped) -> None:
         """Insert the rows of a manifest, if it is the effective one."""
@@ -287,6 +288,11 @@ PUT_SESSION = _put(schema.SESSIONS, 22)
 PUT_GROUP = _put(schema.GROUPS, 8)
 MENTION_SESSION = "INSERT OR IGNORE INTO sessions (session_id, group_id, started_ms, settled) VALUES (?, ?, 0, 0)"
 MENTION_GROUP = "INSERT OR IGNORE INTO groups (group_id, sessions, started_ms) VALUES (?, 0, 0)"
+STORE_VERSION = """UPDATE versions_records AS v
+    SET (state, kind, base_version, bytes, files, checkpoint, stored_ms) = (
+        s.state, s.kind, s.base_version, s.bytes, s.files, coalesce(s.checkpoint, v.checkpoint), s.time_ms)
+    FROM versions_records s WHERE v.version = ? AND v.counts AND v.state = 'announced' AND s.place = (
+        SELECT min(place) FROM versions_records WHERE version = v.version AND state != 'announced')"""
 OWN_SCORE = """FROM group_scores_records g, json_each(g.rollouts) r WHERE g.group_id = sessions.group_id AND g.counts
     AND json_extract(r.value, '$.session_id') = sessions.session_id"""
 REFRESH_SESSION = (

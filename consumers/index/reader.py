@@ -336,7 +336,8 @@ class Index:
             return self.rows(f"SELECT * FROM engine_events WHERE place IN ({newest}) ORDER BY engine_id"), as_of
 
     def versions(self) -> tuple[Sequence[Row], AsOf]:
-        """Return the published weight versions, each with the engines that loaded and rejected it."""
+        """Return the published weight versions, each with the engines that loaded and rejected it, and the seconds of
+        its slowest load."""
         with self.snapshot() as as_of:
             return self.rows(VERSIONS), as_of
 
@@ -416,6 +417,8 @@ RECIPES = """WITH lags AS (
 VERSIONS = """SELECT v.*,
     (SELECT json_group_array(DISTINCT engine_id) FROM engine_events e
      WHERE e.kind = 'EngineWeightsLoaded' AND e.version = v.version) AS loaded,
+    (SELECT max((SELECT sum(s.value) FROM json_each(e.seconds) s)) FROM engine_events e
+     WHERE e.kind = 'EngineWeightsLoaded' AND e.version = v.version) AS load_s,
     (SELECT json_group_array(json_object('engine', engine_id, 'cause', cause, 'message', message)) FROM engine_events e
      WHERE e.kind = 'EngineWeightsRefused' AND e.refused_version = v.version) AS refused
     FROM versions v ORDER BY v.version"""

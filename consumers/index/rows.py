@@ -17,6 +17,7 @@ import orjson
 from turnlog.consumers.index import schema
 from turnlog.consumers.index.schema import Table, place_of
 from turnlog.infra.log import Record
+from turnlog.processors.core.views.progress import ANNOUNCED
 from turnlog.schemas import topics
 from turnlog.schemas.canonical import canonical_json
 from turnlog.schemas.events import (
@@ -69,6 +70,8 @@ class IndexRows:
     """Groups of which every session changes."""
     steps: set[int] = field(default_factory=set)
     """Indexes of batches that a step trained on."""
+    stored: set[int] = field(default_factory=set)
+    """Weight versions whose record names files."""
 
     def take(self, record: Record, event: Event) -> None:
         """Add a record. Record types without a table add nothing."""
@@ -94,6 +97,8 @@ class IndexRows:
                 self.groups.update(event.groups)
             case StepCompleted():
                 self.steps.add(event.batch_index)
+            case WeightVersionPublished() if event.state != ANNOUNCED:
+                self.stored.add(event.version)
             case TurnCompleted():
                 self._search(place, [*message_texts(event.new_messages), *message_texts(event.response)])
             case ToolCallCompleted():
@@ -310,7 +315,8 @@ ROWS: Mapping[type, RowsOf] = {
     ),
     StepCompleted: row_of(schema.STEPS, masked=MASKED, seconds=(as_json, "seconds"), metrics=(as_json, "metrics")),
     WeightVersionPublished: row_of(
-        schema.VERSIONS, bytes=lambda event: sum(file.blob.size for file in event.files), files=(len, "files")
+        schema.VERSIONS, bytes=lambda event: sum(file.blob.size for file in event.files), files=(len, "files"),
+        stored_ms=None,
     ),
     DeadLetter: row_of(
         schema.DEAD_LETTERS, of_topic="topic", of_partition="partition", of_offset="offset", of_key=(_text, "key")

@@ -14,7 +14,7 @@ from turnlog.infra.log import Partition
 from turnlog.schemas import topics
 from turnlog.schemas.topics import Topic
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Schema version in the file (PRAGMA user_version). Any change of a table needs a new version, and indexes are then
 rebuilt."""
 
@@ -24,7 +24,8 @@ NUMBERED = (
     topics.DEAD_LETTERS,
 )  # fmt: skip
 """Topics that are indexed. The position of a topic in this tuple is part of its places. group-requests and group-scores
-are left out: they repeat tasks and segment-samples."""
+are left out: they repeat tasks and segment-samples. weight-transfers are left out, too: versions and engine_events tell
+what became of a transfer."""
 NUMBER = {topic.name: number for number, topic in enumerate(NUMBERED)}
 TOPIC_BITS, PARTITION_BITS, OFFSET_BITS = 58, 14, 44
 
@@ -379,17 +380,20 @@ STEPS = Table(
     topics.STEPS, (), (("batch_index",),),
 )  # fmt: skip
 VERSIONS = Table(
-    "versions", "Published weights.",
+    "versions", "Published weights. A version with two records has state, files and checkpoint of the second.",
     _columns("""
         version INTEGER Never reused.
         step INTEGER Optimizer steps behind it.
         batch_index INTEGER Last one trained; -1 of the first weights.
         incarnation INTEGER Of the trainer.
-        kind TEXT full | delta
-        base_version INTEGER Of a delta.
+        kind TEXT full | delta | adapter
+        base_version INTEGER Of a delta or an adapter.
         bytes INTEGER Of its files.
-        files INTEGER How many.
+        files INTEGER How many; 0 while it is only announced.
         checkpoint TEXT That holds the same weights.
+        state TEXT announced (no file holds it) | durable
+        transport TEXT store | direct: engines loaded files, or training ranks sent them the tensors.
+        stored_ms INTEGER Time of the second record, which names the files; null without one.
     """),
     topics.WEIGHTS, ("version",),
 )  # fmt: skip

@@ -57,7 +57,10 @@ ENDS = f"""SELECT min(first) AS first, max(last) AS last FROM (
     " ".join(f"UNION ALL SELECT (SELECT min(time_ms) FROM {each}), (SELECT max(time_ms) FROM {each})" for each in TIMED)
 })"""
 STEPS = "SELECT * FROM steps WHERE time_ms BETWEEN ? AND ? ORDER BY time_ms"
-PUBLISHED = "SELECT time_ms, version, kind, bytes FROM versions WHERE time_ms BETWEEN ? AND ? ORDER BY time_ms"
+PUBLISHED = """SELECT time_ms, version, kind, bytes, iif(transport = 'direct', 'announced', 'published') AS what
+    FROM versions WHERE time_ms BETWEEN ?1 AND ?2
+    UNION ALL SELECT stored_ms, version, kind, bytes, 'stored' FROM versions WHERE stored_ms BETWEEN ?1 AND ?2
+    ORDER BY 1"""
 SERVED = "SELECT * FROM engine_events WHERE time_ms <= ? ORDER BY engine_id, time_ms, place"
 
 
@@ -184,11 +187,12 @@ def _total_ms(parts: Sequence[tuple[str, float]]) -> float:
 def _weights(window: TimeWindow, index: Index) -> ChartLane:
     rows = index.rows(PUBLISHED, window.first, window.last)
     spans = [
-        LaneSpan(row["time_ms"], row["time_ms"], "mark", f"version {row['version']} published: {row['kind']}, "
-             f"{number(row['bytes'])} bytes")
+        LaneSpan(row["time_ms"], row["time_ms"], "mark", f"version {row['version']} {row['what']}"
+             + ("" if row["what"] == "announced" else f": {row['kind']}, {number(row['bytes'])} bytes"))
         for row in rows
     ]  # fmt: skip
-    return ChartLane("weights", "/weights", f"{len(rows)} versions published", spans)
+    published = sum(row["what"] != "stored" for row in rows)
+    return ChartLane("weights", "/weights", f"{published} versions published", spans)
 
 
 def _engines(window: TimeWindow, index: Index) -> Iterator[ChartLane]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import orjson
 
 from turnlog.infra.log import Partition
+from turnlog.processors.core.views.progress import ANNOUNCED
 from turnlog.schemas.events import (
     EngineWeightsLoaded,
     EngineWeightsRefused,
@@ -182,8 +183,8 @@ class Traces:
 
 
 def _of_the_loop(at_ms: int, event: Event) -> Iterator[TraceSpan]:
-    """Yield the spans of steps and of weight versions. Each version is a trace: its publication and its load into each
-    engine."""
+    """Yield the spans of steps and of weight versions. Each version is a trace: its publication, its copy in the store
+    if that is a record of its own, and its load into each engine."""
     match event:
         case StepCompleted():
             yield _span(
@@ -195,27 +196,41 @@ def _of_the_loop(at_ms: int, event: Event) -> Iterator[TraceSpan]:
                 "the gradient is not finite" if event.skipped else "",
             )  # fmt: skip
         case WeightVersionPublished():
+            second = event.transport == "direct" and event.state != ANNOUNCED
             yield _span(
-                trace_of("weights", event.run_id, event.version), span_of(event.event_id), "", "publish weights",
+                trace_of("weights", event.run_id, event.version), span_of(event.event_id),
+                _publication(event, event.version) if second else "", "store weights" if second else "publish weights",
                 at_ms, 0.0,
                 {"turnlog.run": event.run_id, "turnlog.weight_version": event.version, "turnlog.step": event.step,
-                 "turnlog.batch_index": event.batch_index, "turnlog.incarnation": event.incarnation},
+                 "turnlog.batch_index": event.batch_index, "turnlog.incarnation": event.incarnation,
+                 "turnlog.transport": event.transport},
             )  # fmt: skip
         case EngineWeightsLoaded():
-            yield _swap(at_ms, event, event.version, sum(event.seconds.values()), "")
+            yield _swap(at_ms, event, event.version, event.seconds, "")
         case EngineWeightsRefused():
-            yield _swap(at_ms, event, event.refused_version, 0.0, event.cause)
+            yield _swap(at_ms, event, event.refused_version, {}, event.cause)
+
+
+def _publication(event: Event, version: int) -> str:
+    """Return the id of the span of a version's publication. The event id of its first record is derived from the
+    version."""
+    return span_of(digest("WeightVersionPublished", event.run_id, version))
 
 
 def _swap(
-    at_ms: int, event: EngineWeightsLoaded | EngineWeightsRefused, version: int, seconds: float, error: str
+    at_ms: int,
+    event: EngineWeightsLoaded | EngineWeightsRefused,
+    version: int,
+    seconds: Mapping[str, float],
+    error: str,
 ) -> TraceSpan:
-    """Return the span of a weight update in an engine. Its parent is the publication, whose event id is derived from
-    the version."""
+    """Return the span of a weight update in an engine, with the seconds of each phase. Its parent is the
+    publication."""
     return _span(
-        trace_of("weights", event.run_id, version), span_of(event.event_id),
-        span_of(digest("WeightVersionPublished", event.run_id, version)), "swap weights", at_ms, seconds,
-        {"turnlog.run": event.run_id, "turnlog.weight_version": version, "turnlog.engine": event.engine_id}, error,
+        trace_of("weights", event.run_id, version), span_of(event.event_id), _publication(event, version),
+        "swap weights", at_ms, sum(seconds.values()),
+        {"turnlog.run": event.run_id, "turnlog.weight_version": version, "turnlog.engine": event.engine_id,
+         **{f"turnlog.seconds.{phase}": took_s for phase, took_s in sorted(seconds.items())}}, error,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from turnlog.processors.core.fold.settlement import PASS
+from turnlog.processors.core.views.progress import ANNOUNCED
 from turnlog.schemas.events import (
     Event,
     GroupRequested,
@@ -74,6 +75,8 @@ class VersionRewards:
     """Task -> rewards of its sessions."""
     step: int | None = None
     checkpoint: str | None = None
+    state: str | None = None
+    """announced (no file holds the weights) | durable."""
 
     @property
     def sessions(self) -> int:
@@ -108,6 +111,7 @@ class VersionRewards:
         return {
             "version": self.number,
             "step": self.step,
+            "state": self.state,
             "checkpoint": self.checkpoint,
             "tasks": len(self.rewards),
             "sessions": self.sessions,
@@ -180,12 +184,13 @@ class EvalGroups:
         self._trees: defaultdict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
         self._training: set[str] = set()
         self.published: dict[int, WeightVersionPublished] = {}
-        """Version -> its publication."""
+        """Version -> its publication, the record that names its files if there is one."""
 
     def apply(self, event: Event) -> None:
         """Fold one event."""
         if isinstance(event, WeightVersionPublished):
-            self.published[event.version] = event
+            if event.state != ANNOUNCED or event.version not in self.published:
+                self.published[event.version] = event
         elif isinstance(event, GroupRequested) and event.purpose is Purpose.eval:
             self._asked[event.group_id] = event.dataset_epoch
         elif isinstance(event, GroupScored):
@@ -210,6 +215,7 @@ class EvalGroups:
         for number, version in found.versions.items():
             if (published := self.published.get(number)) is not None:
                 version.step, version.checkpoint = published.step, published.checkpoint
+                version.state = published.state
         return found
 
 

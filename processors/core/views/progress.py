@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from turnlog.processors.core.views.fleet import Fleet
 from turnlog.schemas.events import (
@@ -33,6 +34,9 @@ from turnlog.schemas.events import (
 )
 from turnlog.schemas.ids import environment_digest
 
+ANNOUNCED: Final = "announced"
+"""State of a weight version of which no record names files."""
+DURABLE: Final = "durable"
 OFF_CHAIN = 2**31 - 1
 """Lag of weights of a dead trainer generation that the current one has not reproduced: no limit lets them train."""
 
@@ -59,8 +63,37 @@ def recorded_version(number: int, lags: Mapping[str, int]) -> HeldVersion:
     return HeldVersion(number, {int(version): lag for version, lag in lags.items()})
 
 
+@dataclass(slots=True)
+class WeightLink:
+    """Versions that have the same weights after the same number of optimizer steps."""
+
+    step: int
+    """Optimizer steps up to the weights."""
+    names: set[str]
+    """Hashes by which the weights are known: of the tensors' checksums, of their digests, or both. The records of a
+    version may have either; weights are equal if they have a hash in common."""
+    versions: list[int]
+    """Never empty."""
+
+    @property
+    def newest(self) -> int:
+        """The highest version."""
+        return max(self.versions)
+
+    def is_same(self, other: WeightLink) -> bool:
+        """Whether both are known to be the same weights."""
+        return self.step == other.step and not self.names.isdisjoint(other.names)
+
+    def join(self, other: WeightLink) -> None:
+        """Take in versions that have the same weights."""
+        self.names |= other.names
+        self.versions += other.versions
+
+
 class WeightChain:
-    """The fold of weight-versions. It stores three integers and a hash per version; repeated records change nothing."""
+    """The fold of weight-versions. It stores three integers and one or two hashes per version; repeated records change
+    nothing. The second record of a version, which names its files, adds the hash of the checksums.
+    """
 
     def __init__(self) -> None:
         self.newest: int | None = None
@@ -68,14 +101,13 @@ class WeightChain:
         self.batch = -1
         """Last batch that the newest weights include; lower than before after a trainer went back to a checkpoint."""
         self.incarnation = -1
+        self.unstored: set[int] = set()
+        """Versions that are only announced: no file holds them, at least not yet."""
         self._places: dict[int, int] = {}
-        """Version -> its place on the chain. Versions with the same bytes after the same step share one place."""
-        self._links: list[tuple[int, str]] = []
-        """Place -> (optimizer steps, hash of the tensors' checksums)."""
-        self._heads: list[int] = []
-        """Place -> the newest version there."""
-        self._lost: dict[tuple[int, str], list[int]] = {}
-        """Versions that are off the chain, by link."""
+        """Version -> its place on the chain."""
+        self._links: list[WeightLink] = []
+        self._lost: dict[int, list[WeightLink]] = {}
+        """Optimizer steps -> links that are off the chain."""
         self._steps: dict[int, int] = {}
         """Version -> optimizer steps taken up to its weights, whether it is on the chain or not."""
 
@@ -84,20 +116,55 @@ class WeightChain:
         """`newest`, or -1 before the first version."""
         return -1 if self.newest is None else self.newest
 
+    @property
+    def newest_state(self) -> str | None:
+        """announced or durable; None before the first version."""
+        if self.newest is None:
+            return None
+        return ANNOUNCED if self.newest in self.unstored else DURABLE
+
     def apply(self, event: Event) -> None:
         """Fold one publication; ignore other records."""
-        if not isinstance(event, WeightVersionPublished) or (self.newest is not None and event.version <= self.newest):
+        if not isinstance(event, WeightVersionPublished):
+            return
+        link = WeightLink(event.step, _weight_names(event), [event.version])
+        if self.newest is not None and event.version <= self.newest:
+            self._apply_repeated(link, durable=event.state != ANNOUNCED)
             return
         if event.incarnation > self.incarnation:
             self._go_back(event.step)
         self.newest, self.batch, self.incarnation = event.version, event.batch_index, event.incarnation
-        link = event.step, environment_digest(event.checksums)
-        if not self._links or self._links[-1] != link:
+        self._steps[event.version] = event.step
+        if event.state == ANNOUNCED:
+            self.unstored.add(event.version)
+        if self._links and self._links[-1].is_same(link):
+            self._links[-1].join(link)
+        else:
             self._links.append(link)
-            self._heads.append(event.version)
-        self._heads[-1], self._steps[event.version] = event.version, event.step
-        for version in (event.version, *self._lost.pop(link, ())):
-            self._places[version] = len(self._links) - 1
+        self._find_lost(len(self._links) - 1)
+
+    def _apply_repeated(self, link: WeightLink, *, durable: bool) -> None:
+        """Fold a further record of a version."""
+        (version,) = link.versions
+        if durable:
+            self.unstored.discard(version)
+        place = self._places.get(version)
+        if place is not None:
+            self._links[place].names |= link.names
+            self._find_lost(place)
+            return
+        for lost in self._lost.get(link.step, ()):
+            if version in lost.versions:
+                lost.names |= link.names
+
+    def _find_lost(self, place: int) -> None:
+        """Take versions back onto the chain whose weights are those at `place`."""
+        link = self._links[place]
+        lost = self._lost.get(link.step, [])
+        while (found := next(filter(link.is_same, lost), None)) is not None:
+            lost.remove(found)
+            link.join(found)
+        self._places.update(dict.fromkeys(link.versions, place))
 
     def expected_version(self, ahead: int, versions: Iterable[int]) -> HeldVersion:
         """Return the version that the trainer will hold `ahead` publications from now, with the lags of `versions`.
@@ -127,7 +194,7 @@ class WeightChain:
         produced them.
         """
         place = self._places.get(version)
-        return None if place is None else self._links[place][0]
+        return None if place is None else self._links[place].step
 
     def is_older(self, version: int, than: int) -> bool:
         """Whether the weights of `version` are older than those of `than`, which means that fewer optimizer steps led
@@ -155,7 +222,7 @@ class WeightChain:
         if self.newest is None:
             return -1
         place, end = max(len(self._links) - 1 + ahead - max_lag, 0), len(self._links) - 1
-        return self._heads[place] if place <= end else self.newest + place - end
+        return self._links[place].newest if place <= end else self.newest + place - end
 
     def of_step(self, step: int) -> int | None:
         """Return the newest version if its weights have taken `step` optimizer steps, else None."""
@@ -165,12 +232,18 @@ class WeightChain:
         """Take everything beyond the weights of `step` off the chain, because a new trainer generation starts from
         them.
         """
-        kept = next((place for place, (steps, _) in enumerate(self._links) if steps > step), len(self._links))
-        for version, place in list(self._places.items()):
-            if place >= kept:
-                self._lost.setdefault(self._links[place], []).append(version)
+        kept = next((place for place, link in enumerate(self._links) if link.step > step), len(self._links))
+        for link in self._links[kept:]:
+            self._lost.setdefault(link.step, []).append(link)
+            for version in link.versions:
                 del self._places[version]
-        del self._links[kept:], self._heads[kept:]
+        del self._links[kept:]
+
+
+def _weight_names(event: WeightVersionPublished) -> set[str]:
+    """Return the hash of the checksums if the record names files, and that of the digests if it has any."""
+    found = set() if event.state == ANNOUNCED else {f"checksums:{environment_digest(event.checksums)}"}
+    return found | ({f"digests:{environment_digest(event.digests)}"} if event.digests else set())
 
 
 @dataclass(slots=True)
@@ -239,8 +312,9 @@ class BatchProgress:
             self._note(event.incarnation, event.batch_index)
             while self._ahead and self._ahead[0] <= self._stepped:
                 self._ahead.popleft()
-        elif isinstance(event, WeightVersionPublished) and (self.version is None or event.version > self.version):
-            self._note(event.incarnation, event.batch_index)
+        elif isinstance(event, WeightVersionPublished):
+            if self.version is None or event.version > self.version:
+                self._note(event.incarnation, event.batch_index)
             self._chain.apply(event)
             self._published_ever = max(self._published_ever, event.batch_index)
 
@@ -431,9 +505,12 @@ class RunView:
         return len({step.draw_index for step in self.steps.values()})
 
     def is_over(self, draws: int, eval_every: int) -> bool:
-        """Return whether `draws` rollout batches are trained, their weights are published and acknowledged by every
-        engine, and the last evaluation round is scored. `eval_every`: rollout batches between rounds; 0 for no rounds.
+        """Return whether `draws` rollout batches are trained, their weights are published, stored and acknowledged by
+        every engine, and the last evaluation round is scored. `eval_every`: rollout batches between rounds; 0 for no
+        rounds.
         """
+        if self.weights.newest_state == ANNOUNCED:
+            return False
         loaded = all(version >= self.weights.version for version in self.fleet.acknowledged_versions().values())
         evaluated = not eval_every or self.rounds.is_evaluated(draws // eval_every)
         return self.draws_trained >= draws and self.weights.batch >= max(self.steps) and loaded and evaluated

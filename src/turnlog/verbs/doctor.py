@@ -88,7 +88,29 @@ async def check_servers(settings: Settings) -> list[DoctorFinding]:
         f"[store] endpoint {settings.store.endpoint}": _store,
     }
     answers = await asyncio.gather(*(_run_check(where, look, settings) for where, look in looks.items()))
-    return [finding for answer in answers for finding in answer] + await asyncio.to_thread(_roles, settings)
+    roles = await asyncio.to_thread(_roles, settings)
+    return [*direct_findings(settings), *(finding for answer in answers for finding in answer), *roles]
+
+
+def direct_findings(settings: Settings) -> Iterator[DoctorFinding]:
+    """Yield consequences of `publish = "direct"` that the settings do not show."""
+    if settings.trainer.publish != "direct":
+        return
+    if settings.engine.urls:
+        yield DoctorFinding(
+            WORTH_A_LOOK,
+            f"[engine] urls {', '.join(settings.engine.urls)}",
+            "an engine takes weights from training ranks only with turnlog's plugin of SGLang; without it, it waits "
+            "for each version's copy in the store",
+            "install turnlog in the Python environment of its SGLang (docs/engines.md), unless it is there already",
+        )
+    if settings.eval.every and settings.weights.durable_every > 1:
+        yield DoctorFinding(
+            WORTH_A_LOOK,
+            f"[weights] durable_every {settings.weights.durable_every}",
+            "the version that evaluations find best may have no files; its checkpoint is kept",
+            "export it with --checkpoint, or set durable_every = 1",
+        )
 
 
 def _roles(settings: Settings) -> list[DoctorFinding]:

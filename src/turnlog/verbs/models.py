@@ -82,17 +82,20 @@ def table(run_id: str, found: Evaluations, ks: Sequence[int]) -> Table:
     """Return a table of the versions, oldest first."""
     from rich.table import Table
 
+    from turnlog.processors.core.views.progress import ANNOUNCED
+
     best = found.best
     left = ", ".join(f"{reason} {count:,}" for reason, count in sorted(found.left_out.items()))
     where = f" ({best.checkpoint})" if best and best.checkpoint else ""
+    where += f", {ANNOUNCED} only: no files to export" if best and best.state == ANNOUNCED else ""
     lines = [f"best: version {best.number}{where}" if best else "", f"left out: {left}" if left else ""]
-    shown = Table("version", "step", "tasks", "sessions", "mean reward", *(f"pass@{k}" for k in ks),
+    shown = Table("version", "step", "state", "tasks", "sessions", "mean reward", *(f"pass@{k}" for k in ks),
                   title=f"evaluations of {run_id}", caption="; ".join(line for line in lines if line))  # fmt: skip
     for version in found.in_order():
         passing = [version.passing(k) for k in ks]
         shown.add_row(
             f"{version.number}{' *' if version is best else ''}", "-" if version.step is None else str(version.step),
-            str(len(version.rewards)), str(version.sessions), str(version.reward),
+            version.state or "-", str(len(version.rewards)), str(version.sessions), str(version.reward),
             *("-" if told is None else str(told) for told in passing),
         )  # fmt: skip
     return shown
@@ -103,7 +106,7 @@ FOLDER can be loaded by transformers and SGLang: safetensors, config, tokenizer,
 a card that names the run, step and version. It appears once it is complete; an existing FOLDER is refused.
 
 Examples:
-  turnlog --run demo-20260101-120000 export models/calc                 the newest published version
+  turnlog --run demo-20260101-120000 export models/calc                 the newest version that is stored
   turnlog --run demo-20260101-120000 export models/calc-9 --version 9
   turnlog --run demo-20260101-120000 export models/calc-best --best     the best one by `turnlog log eval`
   turnlog --run demo-20260101-120000 export models/calc-10 --checkpoint step-00000010-i0
@@ -115,7 +118,9 @@ def _export_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = EXPORT_EPILOG
     verb.add_argument("folder", type=Path, metavar="FOLDER", help="folder to create")
     which = verb.add_mutually_exclusive_group()
-    which.add_argument("--version", type=int, metavar="N", help="a published weight version (default: the newest)")
+    which.add_argument(
+        "--version", type=int, metavar="N", help="a published weight version (default: the newest that is stored)"
+    )
     which.add_argument("--best", action="store_true", help="the best version according to `turnlog log eval`")
     which.add_argument(
         "--checkpoint", default="", metavar="NAME", help="one of the run's checkpoints in [trainer] checkpoints instead"

@@ -46,7 +46,7 @@ from turnlog.infra.run_folder import LOGS, SETTINGS, lacks_room, lock_file, priv
 from turnlog.infra.topics_admin import WARNING, apply, check
 from turnlog.names import ExitStatus
 from turnlog.processors.core.views.fleet import NO_WEIGHTS
-from turnlog.processors.core.views.progress import RunView
+from turnlog.processors.core.views.progress import ANNOUNCED, RunView
 from turnlog.schemas import UndecodableRecord, topics
 from turnlog.schemas.events import StepCompleted
 from turnlog.schemas.topics import STEPS
@@ -117,7 +117,8 @@ class Display:
         facts.add_row("sessions", f"{picture.sessions_started} started, {_counts(picture.outcomes)}")
         facts.add_row("turns", f"{picture.turns}  ({picture.output_tokens:,} tokens, {self._tokens_per_s():.0f} tok/s)")
         facts.add_row("tool calls", _counts(Counter(picture.tool_calls.values())))
-        facts.add_row("weights", f"version {picture.weights.version}, lag {picture.lag}")
+        announced = ", announced" if picture.weights.newest_state == ANNOUNCED else ""
+        facts.add_row("weights", f"version {picture.weights.version}{announced}, lag {picture.lag}")
         engines = ", ".join(
             f"{name}: {_serving(version)}" for name, version in sorted(picture.fleet.acknowledged_versions().items())
         )
@@ -248,8 +249,8 @@ async def prepare_run(role: Role) -> PreparationResult:
 
 
 async def until_trained(settings: Settings, display: Display) -> None:
-    """Configure the run and feed it. Return once every rollout batch is trained and its weights are acknowledged.
-    Raises AlreadyFed, OtherRun, OtherSettings, UnfinishedRun."""
+    """Configure the run and feed it. Return once every rollout batch is trained and its weights are stored and
+    acknowledged. Raises AlreadyFed, OtherRun, OtherSettings, UnfinishedRun."""
     async with open_role("run", settings) as role:
         stop_at_signal(asyncio.current_task())
         with alone(Path(settings.run.directory)):

@@ -27,7 +27,8 @@ from turnlog.infra.roles.runs import life
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.names import ExitStatus
 from turnlog.processors.core.books import counting_steps
-from turnlog.processors.core.views.fleet import Fleet
+from turnlog.processors.core.views.fleet import NO_WEIGHTS, Fleet
+from turnlog.processors.core.views.progress import WeightChain
 from turnlog.schemas import topics
 from turnlog.schemas.events import SampleBatchFormed, StepCompleted
 from turnlog.settings import Settings
@@ -142,21 +143,30 @@ def recipes(settings: Settings) -> dict[str, Any]:
 async def _from_log(settings: Settings) -> dict[str, Any]:
     async with open_role("status", settings) as role:
         lag = _by_topic(await lag_of(role.log, settings))
-        fleet = Fleet()
-        for event in await all_events(role, topics.ENGINES):
-            fleet.apply(event)
+        fleet = await _read_fleet(role)
         engines = {engine.id: {"state": engine.state, "version": engine.version, "url": engine.url}
                    for engine in fleet.engines.values()}  # fmt: skip
-        return {"lag": lag, "engines": engines, "progress": await _progress(role)}
+        return {"lag": lag, "engines": engines, "progress": await read_progress(role)}
 
 
-async def _progress(role: Role) -> dict[str, Any]:
+async def _read_fleet(role: Role) -> Fleet:
+    fleet = Fleet()
+    for event in await all_events(role, topics.ENGINES):
+        fleet.apply(event)
+    return fleet
+
+
+async def read_progress(role: Role) -> dict[str, Any]:
     """Return the progress of the run from its control topics: rollout batches trained and planned, batches, newest
-    weights."""
+    weights and how many engines have them."""
     said = await life(role)
     steps: dict[int, StepCompleted] = counting_steps(await all_events(role, topics.STEPS))
     batches = [event for event in await all_events(role, topics.BATCHES) if isinstance(event, SampleBatchFormed)]
-    versions = [event.version for event in await all_events(role, topics.WEIGHTS)]
+    weights = WeightChain()
+    for event in await all_events(role, topics.WEIGHTS):
+        weights.apply(event)
+    acknowledged = (await _read_fleet(role)).acknowledged_versions().values()
+    loaded = [version for version in acknowledged if version != NO_WEIGHTS]
     last = steps[max(steps)] if steps else None
     return {
         "phase": said.phase,
@@ -164,7 +174,10 @@ async def _progress(role: Role) -> dict[str, Any]:
         "draws_trained": len({step.draw_index for step in steps.values()}),
         "batches_formed": len({batch.batch_index for batch in batches}),
         "steps": len(steps),
-        "newest_version": max(versions, default=None),
+        "newest_version": weights.newest,
+        "newest_state": weights.newest_state,
+        "newest_loaded": sum(version == weights.newest for version in loaded),
+        "engines": len(loaded),
         "last_step": last and {"batch": last.batch_index, "reward": last.reward_mean, "loss": last.loss,
                                "lag": last.lag_max},
     }  # fmt: skip
@@ -240,6 +253,13 @@ def _tell_recipes(found: dict[str, Any], console: Terminal) -> None:
         console.print(said)
 
 
+def _describe_newest(progress: dict[str, Any]) -> str:
+    """Return the state of the newest weights and how many engines have them, in words."""
+    if progress["newest_version"] is None:
+        return ""
+    return f" ({progress['newest_state']}, {progress['newest_loaded']} of {progress['engines']} engines)"
+
+
 def _tell_progress(found: dict[str, Any], console: Terminal) -> None:
     """Print the progress from the live views, which count sessions, else from the log."""
     seen, progress = found["views"], found.get("progress")
@@ -249,7 +269,7 @@ def _tell_progress(found: dict[str, Any], console: Terminal) -> None:
             console.print(f"the run is {progress['phase']}")
         console.print(
             f"draws trained: {progress['draws_trained']} of {planned}; batches formed {progress['batches_formed']}, "
-            f"steps {progress['steps']}; newest weight version {progress['newest_version']}"
+            f"steps {progress['steps']}; newest weight version {progress['newest_version']}{_describe_newest(progress)}"
         )
     if "unavailable" in seen:
         console.print(f"live views: {seen['unavailable']}")

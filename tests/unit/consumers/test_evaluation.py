@@ -17,7 +17,7 @@ from tests.unit.consumers.conftest import TrainedRun
 from tests.unit.producers.test_admission import emitted, requested
 from turnlog.consumers.figures import read_evaluations
 from turnlog.infra.roles.terminal import Terminal
-from turnlog.processors.core.evaluation import VersionRewards, mean, pass_at, wilson
+from turnlog.processors.core.evaluation import EvalGroups, VersionRewards, mean, pass_at, wilson
 from turnlog.processors.core.views.progress import EvaluationRounds
 from turnlog.producers.admission import DueGroup, RowVisit
 from turnlog.schemas.events import (
@@ -30,7 +30,7 @@ from turnlog.schemas.events import (
     SampleBatchFormed,
     WeightVersionPublished,
 )
-from turnlog.schemas.topics import BATCHES, SAMPLES, WEIGHTS
+from turnlog.schemas.topics import BATCHES, SAMPLES, TREES, WEIGHTS
 from turnlog.verbs.models import body, table
 
 
@@ -123,6 +123,24 @@ async def test_the_answer_names_the_best_version_and_its_checkpoint(evaluated: T
     console.print(table("run", found, found.ks()))
     shown = console.file.getvalue()
     assert "best: version 1 (checkpoints/step-00000005-i0); left out: excluded 1, mixed 1" in shown
+
+
+async def test_a_version_that_is_only_announced_is_evaluated_and_has_no_files_to_export(evaluated: TrainedRun) -> None:
+    newest = (await evaluated.read(WEIGHTS))[-1]
+    assert isinstance(newest, WeightVersionPublished)
+    announced = dataclasses.replace(newest, state="announced", transport="direct", checkpoint=None)
+    groups = EvalGroups()
+    for events in (await evaluated.read(SAMPLES), await evaluated.read(TREES), [announced]):
+        for event in events:
+            groups.apply(event)
+    found = groups.evaluations()
+    assert (found.versions[1].state, found.versions[1].checkpoint, found.versions[1].step) == ("announced", None, 5)
+    console = Terminal(width=160, file=io.StringIO())
+    console.print(table("run", found, found.ks()))
+    assert "best: version 1, announced only: no files to export" in console.file.getvalue()
+    groups.apply(newest)
+    groups.apply(announced)
+    assert groups.evaluations().versions[1].state == "durable", "whatever is read again"
 
 
 def test_a_run_waits_for_its_last_round() -> None:

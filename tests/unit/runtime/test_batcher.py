@@ -29,6 +29,7 @@ from turnlog.processors.core.batches.rows import rows_sha256
 from turnlog.processors.runtime.batcher import ROLE, Batcher, control_places, main
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
+    BatchSkipped,
     Event,
     GroupScored,
     GroupStatus,
@@ -380,12 +381,19 @@ async def test_under_freshest_a_group_that_is_overtaken_falls_out_and_pins_no_po
     assert [place.offset for one in (first, second) for place in one.positions] == [0, end]
 
 
-async def test_what_a_killed_trainer_had_sampled_is_as_fresh_once_the_same_weights_are_out_again() -> None:
-    """The trainer dies after step 1 and goes on from step 0: versions 0 and 1 come out again as 2 and 3."""
+def announced(version: int, batch: int, bytes_of: str = "") -> WeightVersionPublished:
+    """Weights that engines have from the training ranks alone."""
+    digests = {"w": f"{batch}{bytes_of}:2"}
+    return dataclasses.replace(weights(version, batch), state="announced", transport="direct", digests=digests)
+
+
+async def drawn_after_a_death(first: Event, again: Event) -> SampleBatchFormed | BatchSkipped:
+    """The trainer dies after step 1 and goes on from step 0: versions 0 and 1 come out again as 2 and 3. Return what
+    becomes of groups that version 1 sampled."""
     batcher = dataclasses.replace(SETTINGS.batcher, updates_per_draw=1, ready_batches=1)
     here = await world(dataclasses.replace(SETTINGS, batcher=batcher), groups=2)
     await here.live(draws=1)
-    await here.write(step(0, 0), weights(1, 0))
+    await here.write(step(0, 0), first)
     restarted = dataclasses.replace(weights(2, -1), incarnation=1)
     await here.write(restarted, *(row for name in ("h0", "h1") for row in (sample(name, 0, 1), score(name))))
     connection = MemoryLog(here.log.broker)
@@ -393,18 +401,48 @@ async def test_what_a_killed_trainer_had_sampled_is_as_fresh_once_the_same_weigh
         role = Role("batcher", "b", here.settings, connection, events, here.blobs, Health("batcher"))
         running = asyncio.create_task(main(role))
         await here.write(dataclasses.replace(step(0, 0), incarnation=1))
-        await here.write(dataclasses.replace(weights(3, 0), incarnation=1))
+        await here.write(dataclasses.replace(again, incarnation=1))
         async with asyncio.timeout(60):
             while len(await here.manifests()) < 2:
                 assert not running.done(), running.exception()
                 await here.log.broker.changed(0.02)
         role.stopping.set()
         await running
-    second = (await here.manifests())[1]
+    second: SampleBatchFormed | BatchSkipped = (await here.manifests())[1]
+    if isinstance(second, SampleBatchFormed):
+        assert set(read_rows(await here.blobs.get(second.file)).version_min.tolist()) == {1}
+    return second
+
+
+@pytest.mark.parametrize("made", [weights, announced], ids=["stored", "announced"])
+async def test_what_a_killed_trainer_had_sampled_is_as_fresh_once_the_same_weights_are_out_again(
+    made: Callable[[int, int], WeightVersionPublished],
+) -> None:
+    second = await drawn_after_a_death(made(1, 0), made(3, 0))
+    assert isinstance(second, SampleBatchFormed)
     assert (second.groups, second.dropped) == (("h0", "h1"), ())
     assert (second.trainer_version, second.max_lag, second.lags) == (3, 0, {"1": 0})
-    rows = read_rows(await here.blobs.get(second.file))
-    assert set(rows.version_min.tolist()) == {1}
+
+
+@pytest.mark.parametrize("again", [announced(3, 0, "other"), weights(3, 0)], ids=["other digests", "no digests"])
+async def test_what_an_announced_version_sampled_falls_out_when_its_weights_do_not_come_out_again(
+    again: WeightVersionPublished,
+) -> None:
+    second = await drawn_after_a_death(announced(1, 0), again)
+    assert isinstance(second, BatchSkipped)
+    assert {(row.group_id, row.reason) for row in second.dropped} == {("h0", "stale"), ("h1", "stale")}
+
+
+async def test_what_a_version_sampled_that_no_file_holds_trains() -> None:
+    settings = dataclasses.replace(SETTINGS, batcher=dataclasses.replace(SETTINGS.batcher, ready_batches=1))
+    here = await world(settings, groups=2)
+    await here.live(draws=1)
+    await here.write(step(0, 0), step(1, 0), announced(1, 1))
+    await here.write(*(row for name in ("h0", "h1") for row in (sample(name, 0, 1), score(name))))
+    await here.live(draws=2)
+    second = (await here.manifests())[2]
+    assert isinstance(second, SampleBatchFormed)
+    assert (second.trainer_version, second.max_lag, second.dropped) == (1, 0, ())
 
 
 async def test_what_a_batcher_has_read_is_no_lag_also_when_it_was_not_drawn_and_when_it_has_ended() -> None:

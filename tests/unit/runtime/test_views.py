@@ -49,6 +49,11 @@ def test_the_picture_shows_the_newest_by_number() -> None:
     }
 
 
+def test_the_second_record_of_a_version_changes_nothing() -> None:
+    announced = dataclasses.replace(VERSION, state="announced", transport="direct", digests={"w": "0:2"})
+    assert view(announced) == view(dataclasses.replace(announced, state="durable", digests={})) == view(VERSION)
+
+
 def test_the_picture_of_a_run_that_has_not_stepped_says_so() -> None:
     empty = {"sessions": {}, "steps": 0, "last_step": None, "weight_versions": 0, "newest_version": None}
     assert picture({}, {}, {}) == empty

@@ -66,6 +66,16 @@ def test_a_run_is_over_once_its_last_weights_are_published_and_acknowledged(even
     assert not run.is_over(3, 0)
 
 
+def test_a_run_is_not_over_while_its_last_weights_are_only_announced() -> None:
+    run, last = RunView(), dataclasses.replace(example(WeightVersionPublished), version=9, batch_index=9, step=10)
+    announced = dataclasses.replace(last, state="announced", transport="direct")
+    for event in (*DONE, announced, loaded(9)):
+        run.apply(event)
+    assert (run.weights.newest_state, run.is_over(2, 0)) == ("announced", False)
+    run.apply(dataclasses.replace(last, event_id="stored", transport="direct"))
+    assert (run.weights.newest_state, run.is_over(2, 0)) == ("durable", True)
+
+
 def test_a_run_with_evaluation_is_over_once_its_last_round_is_scored() -> None:
     run = RunView()
     for event in (*DONE, requested("a", 1), requested("b", 1), scored("a")):
