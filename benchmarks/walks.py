@@ -114,7 +114,7 @@ WALKS = {
         {
             "Kafka client": KAFKA,
             "object store client": STORE,
-            "engine client": "infra/engine.py and its transports: the engine's control is in memory",
+            "engine client": "infra/engine.py: the engine's control is in memory",
             "adapters and deltas": "infra/tensors: the version is a whole one",
             "gateway": "producers/gateway: its leg of `turn` follows the engine's reports",
         },

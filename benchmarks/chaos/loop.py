@@ -455,7 +455,7 @@ async def verdict(loop: Loop, *, pruned: bool = False) -> dict[str, Any]:
     used = Counter(group for batch in formed for group in batch.groups)
     derived = [event.event_id for topic in (topics.TREES, topics.SAMPLES, topics.BATCHES, topics.WEIGHTS, topics.STEPS)
                for event in found[topic.name]]  # fmt: skip
-    numbers = Counter(event.version for event in found[topics.WEIGHTS.name])
+    numbers = Counter((event.version, event.state) for event in found[topics.WEIGHTS.name])
     twice = sum(count - 1 for many in (used, Counter(derived), numbers) for count in many.values())
     wanted = loop.settings.feeder.draws
     # The trainer counts what it has trained: for a draw that left nothing to train, it takes one more at the end.
@@ -470,7 +470,8 @@ async def verdict(loop: Loop, *, pruned: bool = False) -> dict[str, Any]:
         say(answer.stdout + answer.stderr if answer.returncode else answer.stdout.splitlines()[-1])
     detail = {
         "draws": len({step.draw_index for step in taken}), "steps": len(taken), "groups": len(asked),
-        "versions": len(numbers), "acknowledged_back": back, "books": answers[-1].returncode == 0,
+        "versions": len({version for version, _ in numbers}), "acknowledged_back": back,
+        "books": answers[-1].returncode == 0,
         "calls": len({event.call_id for event in found[topics.TOOL_RESULTS.name]
                       if isinstance(event, ToolCallCompleted)}),
         "datasets": Counter(event.dataset.partition("@")[0] for event in found[topics.GROUP_REQUESTS.name]

@@ -27,6 +27,7 @@ SHARED = frozenset(
         "sandbox_load",
         "sandbox_left",
         "scripted_engine",
+        "scripted_receiver",
         "deployed",
         "loop",
         "previous",

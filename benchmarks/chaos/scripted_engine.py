@@ -27,6 +27,7 @@ from typing import Any
 import orjson
 import servers  # noqa: F401 - finds tests.fakes
 import uvicorn
+from scripted_receiver import HeldTensors
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -34,8 +35,7 @@ from starlette.routing import Route
 
 from tests.fakes.memory_engine import MemoryEngine
 from tests.fakes.memory_engine_control import MemoryEngineControl
-from turnlog.infra.engine import EngineRefused, Generate, OutputChunk
-from turnlog.infra.tensors.files import SUFFIX, read_checksums
+from turnlog.infra.engine import UNLABELLED, EngineRefused, Generate, OutputChunk
 from turnlog.producers.gateway.prompts import TextTokens
 
 CALL = '<tool_call>{{"name":"calc","arguments":{{"expr":"{}"}}}}</tool_call>'
@@ -198,7 +198,8 @@ def remote(engine: Slow) -> list[Route]:
 
 
 def controls(engine: Slow, control: MemoryEngineControl) -> list[Route]:
-    """Weights, as a loader hands them over."""
+    """Weights, as a loader or training ranks hand them over."""
+    held = HeldTensors(engine)
 
     async def model_info(_: Request) -> Response:
         info = await control.model_info()
@@ -214,6 +215,11 @@ def controls(engine: Slow, control: MemoryEngineControl) -> list[Route]:
         engine.going.set()
         return Response(b"{}")
 
+    async def label(request: Request) -> Response:
+        engine.version = orjson.loads(await request.body())["new_version"]
+        await control.label(engine.version)
+        return Response(b"{}")
+
     async def load(request: Request) -> Response:
         body = orjson.loads(await request.body())
         await asyncio.sleep(LOAD_S)
@@ -221,7 +227,8 @@ def controls(engine: Slow, control: MemoryEngineControl) -> list[Route]:
             await control.load(Path(body["model_path"]), int(body["weight_version"]), timeout_s=0.0)
         except EngineRefused as refused:
             return Response(orjson.dumps({"success": False, "message": str(refused)}))
-        engine.version, engine.weights = body["weight_version"], held(Path(body["model_path"]))
+        engine.version = body["weight_version"]
+        held.read(Path(body["model_path"]))
         return Response(orjson.dumps({"success": True}))
 
     return [
@@ -229,15 +236,9 @@ def controls(engine: Slow, control: MemoryEngineControl) -> list[Route]:
         Route("/pause_generation", pause, methods=["POST"]),
         Route("/continue_generation", resume, methods=["POST"]),
         Route("/update_weights_from_disk", load, methods=["POST"]),
+        Route("/update_weight_version", label, methods=["POST"]),
+        *held.routes(),
     ]
-
-
-def held(folder: Path) -> str:
-    """A sha256 of every tensor of the folder."""
-    found = sorted(
-        (spec.name, checksum) for path in folder.glob(f"*{SUFFIX}") for spec, checksum in read_checksums(path)
-    )
-    return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 async def _answers(engine: MemoryEngine, wanted: Generate) -> AsyncIterator[dict[str, object]]:
@@ -280,7 +281,7 @@ def main() -> None:
     arguments = parser.parse_args()
     tokens = TextTokens(arguments.model)
     if arguments.unscripted:
-        engine = Slow(vocabulary=tokens.vocabulary, context=CONTEXT)
+        engine = Slow(vocabulary=tokens.vocabulary, context=CONTEXT, version=UNLABELLED)
     else:
         engine = by_ids(tokens) if arguments.by_ids else policy(tokens, right=arguments.right)
     app = application(engine, MemoryEngineControl(arguments.model))

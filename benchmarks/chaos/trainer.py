@@ -91,14 +91,13 @@ def _of_save() -> list[tuple[Any, str]]:
 def places(kind: str) -> list[tuple[Any, str]]:
     """What is called while the trainer does that: (owner, name)."""
     from turnlog.infra.event_log import EventLog
-    from turnlog.trainer.checkpoints import publications
-    from turnlog.trainer.checkpoints.places import StorePlace
+    from turnlog.trainer.checkpoints.places import RunBlobs, StorePlace
     from turnlog.trainer.learner import Learner
 
     return {
         "step": [(Learner, "step")],
-        "export": [(Learner, "export_files")],
-        "upload": [(publications, "upload")],
+        "export": [(Learner, "begin_export")],
+        "upload": [(RunBlobs, "put_files")],
         "save": _of_save(),
         "commit": [(EventLog, "transact")],
         "put": [(StorePlace, "put"), (StorePlace, "store_files")],
@@ -199,17 +198,20 @@ def verdict(
     lost = len(set(range(batches)) - counted.keys())
     repeats = Counter((step.batch_index, step.incarnation) for step in steps)
     twice = sum(count - 1 for count in repeats.values())
-    twice += sum(count - 1 for count in Counter(version.version for version in versions).values())
+    twice += sum(count - 1 for count in Counter((version.version, version.state) for version in versions).values())
     skipped = sum(step.step != index + 1 for index, step in counted.items())
     losses = rerun(settings, None, batches)
     strange = sum(step.loss != losses[step.batch_index] for step in steps)
-    of_batch: dict[int, set[object]] = {}
+    of_batch: dict[tuple[int, str], set[object]] = {}
     for version in versions:
-        of_batch.setdefault(version.batch_index, set()).add(version.files)
-    identical = not strange and all(len(files) == 1 for files in of_batch.values())
+        for name, sums in (("checksums", version.checksums), ("digests", version.digests)):
+            if sums:
+                of_batch.setdefault((version.batch_index, name), set()).add(frozenset(sums.items()))
+    identical = not strange and all(len(sums) == 1 for sums in of_batch.values())
     ok = identical and not lost and not twice and not skipped and not story.faults and story.exit_status == 0
     detail = {
-        "batches": batches, "steps": len(steps), "versions": len(versions), "deaths": story.deaths,
+        "batches": batches, "steps": len(steps), "versions": len({version.version for version in versions}),
+        "deaths": story.deaths,
         "incarnations": 1 + max(version.incarnation for version in versions), "exit_status": story.exit_status,
         "losses_that_differ": strange, "struck": dict(story.struck),
     }  # fmt: skip

@@ -20,7 +20,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 on_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-MEASURE, FAST_PATHS = (Path(__file__).with_name(name) for name in ("measure.py", "fast_paths.py"))
+MEASURE, FAST_PATHS, TRANSFERS = (
+    Path(__file__).with_name(name) for name in ("measure.py", "fast_paths.py", "transfers.py")
+)
 FAKES = Path(__file__).parents[1] / "fakes"
 PEAK_TFLOPS = float(os.environ.get("BENCH_PEAK_TFLOPS", "989"))
 """Dense bfloat16 peak of an H100 or H200 (NVIDIA's data sheets)."""
@@ -99,6 +101,28 @@ def test_a_prompt_that_is_computed_once_gives_the_step_of_separate_rows() -> Non
         assert once["computed"] < each["computed"] / 2
         assert once["losses"] == pytest.approx(each["losses"], abs=near)
         assert once["norms"] == pytest.approx(each["norms"], rel=2 * near)
+
+
+def test_digests_on_this_device_are_those_of_the_cpu() -> None:
+    (found,) = results("digests", script=TRANSFERS)
+    assert found["as_on_cpu"]
+    assert found["gb_per_s"] > 0
+
+
+def test_buckets_reach_another_process_on_this_device_as_they_were_sent() -> None:
+    sent = {line["way"]: line for line in results("buckets", "0,1", TRANSFERS)}
+    assert sent["shared"]["as_sent"]
+    if torch.cuda.device_count() == 1:
+        assert sent["nccl"] == {"way": "nccl", "skipped": "it needs two GPUs"}
+    else:
+        assert sent["nccl" if torch.cuda.is_available() else "gloo"]["as_sent"]
+
+
+def test_a_model_is_exported_in_buckets_without_another_copy_of_it() -> None:
+    (found,) = results("stream", script=TRANSFERS)
+    assert found["as_on_cpu"]
+    if found["beside_bytes"] is not None:
+        assert found["beside_bytes"] <= found["limit"]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ CHAOS = Path(__file__).resolve().parents[2] / "benchmarks" / "chaos"
 pytestmark = [pytest.mark.kafka, pytest.mark.chaos]
 
 
-def told(settings: Settings, script: str, *arguments: str) -> dict[str, Any]:
+def told(settings: Settings, script: str, *arguments: str, timeout_s: float = 250.0) -> dict[str, Any]:
     """The line of a chaos run on these servers."""
     addresses = {
         "TURNLOG_KAFKA_BOOTSTRAP": settings.kafka.bootstrap,
@@ -30,7 +30,9 @@ def told(settings: Settings, script: str, *arguments: str) -> dict[str, Any]:
         "TURNLOG_STORE_SECRET_KEY": settings.store.secret_key,
     }
     command = [sys.executable, str(CHAOS / script), *arguments]
-    ran = subprocess.run(command, env={**os.environ, **addresses}, stdout=subprocess.PIPE, check=False, timeout=250)
+    ran = subprocess.run(
+        command, env={**os.environ, **addresses}, stdout=subprocess.PIPE, check=False, timeout=timeout_s
+    )
     line: dict[str, Any] = json.loads(ran.stdout)
     return line
 
@@ -115,6 +117,21 @@ def test_whatever_kills_loaders_an_engine_answers_by_weights_that_an_event_names
     fetches, swaps = ("rebuild", "download", "hash", "seal"), ("load", "acknowledge", "continue", "pause")
     assert line["detail"]["struck"] == dict.fromkeys((*fetches[:kills], *swaps[:kills]), 1)
     assert (line["lost"], line["twice"], line["skipped"], line["identical"]) == (0, 0, 0, True)
+    assert line["detail"]["answers"] > 0
+    assert line["ok"], line
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("engine", ["scripted", pytest.param("real", marks=pytest.mark.engine)])
+def test_whoever_is_struck_while_ranks_send_weights_each_version_is_named_once(
+    live_settings: Settings, engine: str
+) -> None:
+    """The suite ends transfers early in memory (test_transfers.py, test_direct_weights.py)."""
+    line = told(live_settings, "loader_direct.py", "--kills", "1", "--engine", engine, timeout_s=1700.0)
+    assert line["kills"] == 8
+    assert (line["lost"], line["twice"], line["skipped"], line["identical"]) == (0, 0, 0, True)
+    assert line["detail"]["direct_loads"] > 0
     assert line["detail"]["answers"] > 0
     assert line["ok"], line
 
