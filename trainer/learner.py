@@ -23,7 +23,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from turnlog.infra.tensors import adapters
-from turnlog.infra.tensors.files import DTYPES, SHARD_BYTES, TensorSpec, Written
+from turnlog.infra.tensors.files import SHARD_BYTES, TensorSpec, Written
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas.events.batches import HELD_GAP_MAX, HELD_OLD_CACHE_GAP_MAX
 from turnlog.schemas.types import BlobRef
@@ -271,13 +271,13 @@ class Learner:
         """Return the sha256 checksums of the present weights at rank 0."""
         return self.plan_export(of).sha256()
 
-    def digests(self, bucket_bytes: int = LIMIT) -> tuple[dict[str, str], dict[str, str]] | None:
-        """Return at rank 0, for each tensor of the whole model: name -> data type, and name -> "HEX:SHAPE" of its
-        digest (infra/tensors/digests.py). `bucket_bytes`: memory for buckets.
+    def digests(self, bucket_bytes: int = LIMIT) -> tuple[tuple[TensorSpec, ...], dict[str, str]] | None:
+        """Return at rank 0 all tensors of the whole model, and name -> "HEX:SHAPE" of the digest of each
+        (infra/tensors/digests.py). `bucket_bytes`: memory for buckets.
         """
         export = self.plan_export(bucket_bytes=bucket_bytes)
-        found, types = export.digests(), {spec.name: DTYPES[spec.code] for spec in export.specs}
-        return None if found is None else (types, found)
+        found = export.digests()
+        return None if found is None else (tuple(export.specs), found)
 
     def open_group(
         self, host: str, urls: Sequence[str], bucket_bytes: int, timeout_s: float

@@ -30,7 +30,7 @@ from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role
 from turnlog.infra.tensors.files import Written
 from turnlog.infra.tensors.transfer_groups import TransferBroken
-from turnlog.processors.core.views.fleet import DRAINING, GONE, RELEASED, SERVING, STARTING, Fleet
+from turnlog.processors.core.views.fleet import RELEASED, SERVING, SILENT, STARTING, Fleet
 from turnlog.processors.core.views.progress import ANNOUNCED, DURABLE, WeightChain
 from turnlog.schemas.events import (
     EngineGone,
@@ -53,6 +53,10 @@ from turnlog.trainer.sending import SendOrder
 log = logging.getLogger(__name__)
 STATUS = [Partition(ENGINES.name, 0), Partition(ENGINE_REQUESTS.name, 0)]
 ARRANGED = Partition(TRANSFERS.name, 0)
+READY = {SERVING, RELEASED}
+"""States of engines that are waited for."""
+IN_THE_RUN = READY | {STARTING, SILENT}
+"""States of engines that get every version, by one way or the other."""
 HALVED_AFTER, MOST_FAILURES, FORGIVE_EVERY = 2, 3, 10
 """Attempts after which half of the engines take part; failures in a row after which an engine takes part no more; and
 number of versions after which all may try again."""
@@ -152,25 +156,12 @@ class Transfers:
         """Return the record that announces the weights that the ranks have at `cursor`."""
         found = await self._call(Learner.digests, self._limit)
         assert found is not None, "rank 0 has the digests"
-        types, digests = found
-        return WeightVersionPublished(
-            event_id=digest("WeightVersionPublished", self._run_id, version),
-            run_id=self._run_id,
-            version=version,
-            step=cursor.step,
-            batch_index=cursor.next_batch - 1,
-            incarnation=self._incarnation,
-            kind="full",
-            base_version=None,
-            files=(),
-            dtype="+".join(sorted(set(types.values()))),
-            checksums={},
-            checkpoint=None,
-            dtypes=types if len(set(types.values())) > 1 else {},
-            state=ANNOUNCED,
-            transport="direct",
-            digests=digests,
-        )
+        specs, digests = found
+        event = version_event(
+            Written({}, {}, specs), (), run_id=self._run_id, version=version, incarnation=self._incarnation,
+            cursor=cursor, checkpoint=None, digests=digests,
+        )  # fmt: skip
+        return dataclasses.replace(event, state=ANNOUNCED, transport="direct")
 
     async def publish(self, event: WeightVersionPublished, cursor: Cursor, *, last: bool) -> None:
         """Send an announced version, whose weights the ranks have at `cursor`. Begin to store a copy if it is time for
@@ -197,8 +188,8 @@ class Transfers:
             for engine, one in self._awaited.items()
             if one.awaited_version == event.version and one.attempt > self._attempt
         }
-        lost = self._engines(lambda state: state == STARTING) | asks
-        if lacking := sorted(lost & self._engines(lambda state: state not in ("", DRAINING, GONE), news=event.version)):
+        lost = self._engines({STARTING}) | asks
+        if lacking := sorted(lost & self._engines(IN_THE_RUN, news=event.version)):
             log.warning("version %d: stored for %s, which lost it on the way", event.version, ", ".join(lacking))
             await self._store(event, cursor)
 
@@ -222,7 +213,7 @@ class Transfers:
         await self._catch_up()
         taken = await self._attempts(event, deadline)
         await self._catch_up()
-        missed = sorted(self._engines(lambda state: state not in ("", DRAINING, GONE), news=event.version) - taken)
+        missed = sorted(self._engines(IN_THE_RUN, news=event.version) - taken)
         took_s = time.monotonic() - began
         self._waited_s += took_s
         STAGE_S.labels("trainer", "send").observe(took_s)
@@ -234,7 +225,7 @@ class Transfers:
 
     async def _attempts(self, event: WeightVersionPublished, deadline: float) -> set[str]:
         """Return the engines to which every bucket was sent."""
-        expected, attempt = self._engines(lambda state: state in (SERVING, RELEASED), news=event.version), 0
+        expected, attempt = self._engines(READY, news=event.version), 0
         if event.version % FORGIVE_EVERY == 0:
             self._failures.clear()
         while expected and not self._role.stopping.is_set():
@@ -280,17 +271,15 @@ class Transfers:
         """
         until = min(deadline, time.monotonic() + self._settings.join_s)
         while True:
-            here = self._engines(lambda state: state not in ("", DRAINING, GONE))
+            here = self._engines(IN_THE_RUN)
             ready = {
                 engine: one.ranks
                 for engine, one in self._awaited.items()
                 if engine in here and (one.awaited_version, one.attempt) == (version, attempt)
             }
             # An engine that a failed transfer has left without a whole version is not SERVING until the next attempt.
-            waiting = {*expected} & self._engines(lambda state: state not in ("", DRAINING, GONE), news=version)
-            waiting -= ready.keys()
-            if not attempt:
-                waiting &= self._engines(lambda state: state in (SERVING, RELEASED))
+            states = IN_THE_RUN if attempt else READY
+            waiting = ({*expected} & self._engines(states, news=version)) - ready.keys()
             left_s = until - time.monotonic()
             if not waiting or left_s <= 0 or self._role.stopping.is_set():
                 if waiting:
@@ -345,11 +334,11 @@ class Transfers:
     def _limit(self) -> int:
         return self._settings.bucket_mb << 20
 
-    def _engines(self, there: Callable[[str], bool], *, news: int | None = None) -> set[str]:
-        """Return the engines that were not requested to go and for whose state `there` is true; with `news`, only those
-        that are to load this version.
+    def _engines(self, states: Collection[str], *, news: int | None = None) -> set[str]:
+        """Return the engines that were not requested to go and are in one of these states; with `news`, only those that
+        are to load this version.
         """
-        found = (engine for engine in self._fleet.present() if there(engine.state))
+        found = (engine for engine in self._fleet.present() if engine.state in states)
         return {engine.id for engine in found if news is None or self._chain.is_news(news, engine.version)}
 
     async def _catch_up(self) -> None:

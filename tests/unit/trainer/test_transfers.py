@@ -21,6 +21,7 @@ from turnlog.infra.log import Partition
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
+from turnlog.infra.tensors.files import TensorSpec
 from turnlog.infra.topics_admin import apply
 from turnlog.processors.core.views.progress import WeightChain
 from turnlog.schemas.events import (
@@ -52,7 +53,7 @@ class Ranks:
 
     async def call(self, method: Any, *given: Any) -> Any:
         if method.__name__ == "digests":
-            return {"a": "float32"}, dict(DIGESTS)
+            return (TensorSpec("a", "F32", (2, 3)),), dict(DIGESTS)
         if method.__name__ == "open_group":
             self.groups.append(given[1])
             return "127.0.0.1", 4000 + len(self.groups), 2
