@@ -96,8 +96,8 @@ async def test_feeder_and_runner_obey_a_pause_a_resume_and_a_close(live_settings
         await configure(role)
         assert (await listed(live_settings)).state == "configured"
         await set_phase(role, RunPhase.PAUSED)
-        await serve_weights(role.events.append, live_settings)
         await waits_for(health, "the run is paused: continue it with `turnlog run resume`")
+        await serve_weights(role.events.append, live_settings)  # a feeder that has not read the pause yet would request
         await waits_for(runner_health, "gateway")
         ends = await role.log.end_offsets([Partition(TASKS.name, number) for number in range(4)])
         assert set(ends.values()) == {0}, "nothing was asked for while the run was paused"
