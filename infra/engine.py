@@ -6,7 +6,8 @@ EngineError
 │   └── EngineSlow          the connection is open, but no answer came in time
 ├── EngineRefused   the engine answered 4xx, or its answer cannot be used; trying again changes nothing
 ├── EngineAborted   a request was aborted again and again by weight updates
-└── TransferFailed  the engine has tensors of two versions after a transfer from training ranks
+├── TransferFailed  the engine has tensors of two versions after a transfer from training ranks
+└── CannotReceive   the engine gets no weights from training ranks
 
 Sources: sglang 0.5.21 `entrypoints/http_server.py`, `managers/io_struct.py` (GenerateReqInput). The tests' fake
 passes the same tests/contract/test_engine_contract.py.
@@ -26,7 +27,7 @@ import aiohttp
 import httpx
 import orjson
 
-from turnlog.infra.engine_plugin.order import ACTION, INTACT, Transfer
+from turnlog.infra.engine_plugin.order import ACTION, NOTHING_LOADED, UNSUITED, Transfer
 from turnlog.infra.roles import Unreachable, passes
 from turnlog.infra.roles.http_clients import direct, for_turns
 from turnlog.infra.roles.tls import trusting
@@ -36,6 +37,10 @@ CONNECT_S = 5.0
 ANSWER_S = 5.0
 """Seconds that an engine has to answer after the time for a transfer is over."""
 JSON = {"content-type": "application/json"}
+NO_PLUGIN = (
+    "the engine has no plugin that receives weights from training ranks, so it loads durable copies: install turnlog "
+    "in the Python environment of its SGLang (pip install turnlog), and start it again"
+)
 
 
 class EngineError(Exception):
@@ -61,6 +66,10 @@ class EngineRefused(EngineError):
 class TransferFailed(EngineError):
     """The engine answers, but has tensors of two versions, or undefined ones, after a transfer from training ranks.
     Remedy: load a whole version; it must not serve until then."""
+
+
+class CannotReceive(EngineError):
+    """The engine cannot receive weights from training ranks; the message says why. Remedy: load durable copies."""
 
 
 class EngineAborted(EngineError):
@@ -452,7 +461,7 @@ class EngineControl(Protocol):
         ...
 
     async def direct_ranks(self) -> int:
-        """Return the number of the engine's ranks that can receive weights from training ranks; 0 if it cannot. Raises
+        """Return the number of the engine's ranks that receive weights from training ranks. Raises CannotReceive,
         EngineDead."""
         ...
 
@@ -565,26 +574,28 @@ class SGLangControl:
     async def direct_ranks(self) -> int:
         try:
             return len(await self._received_digests(QUICK_S))
-        except EngineRefused:  # an engine without the plugin does not know the action
-            return 0
+        except EngineRefused as error:  # an engine without the plugin does not know the action
+            reason = str(error).partition(UNSUITED)[2].partition('"')[0]
+            raise CannotReceive(reason or NO_PLUGIN) from error
 
     async def receive(self, transfer: Transfer, *, timeout_s: float, released: bool = False) -> dict[str, str]:
-        before = (await self.model_info()).weight_version
+        info, _ = await asyncio.gather(self.model_info(), self._begin_session())
+        before = info.weight_version
         await self.label(f"{LOADING}{transfer.version}")
         if released:
             await self._memory("resume", WEIGHTS)
         try:
-            await self._transfer(transfer, flush=not released and self._update != "in_place", timeout_s=timeout_s)
+            flush = not released and self._update != "in_place"
+            found = await self._transfer(transfer, flush=flush, timeout_s=timeout_s)
         except EngineRefused as error:
             if released:
                 await self._memory("resume", CACHE)
-            elif INTACT in str(error) and not before.startswith(LOADING):
+            elif NOTHING_LOADED in str(error) and not before.startswith(LOADING):
                 await self.label(before)
                 raise
             raise TransferFailed(f"{self.url} was left with tensors of two versions: {error}") from error
         if released:
             await self._memory("resume", CACHE)
-        found = await self._received_digests(QUICK_S)
         if (ranks := {label.partition(":")[2] for label in found}) != {transfer.label}:
             raise TransferFailed(f"{self.url} reports {sorted(ranks)} as received in place of {transfer.label}")
         digests = list(found.values())
@@ -592,23 +603,30 @@ class SGLangControl:
             raise TransferFailed(f"the ranks of {self.url} have received different tensors of {transfer.label}")
         return digests[0]
 
-    async def _transfer(self, transfer: Transfer, *, flush: bool, timeout_s: float) -> None:
-        """Let the engine receive within a session of its weights, which is ended whatever comes. Raises EngineRefused,
-        EngineDead."""
+    async def _begin_session(self) -> None:
+        """Begin a session of the engine's weights. Raises EngineRefused, EngineDead."""
+        try:
+            await self.call("POST", "/begin_weight_update", {}, QUICK_S)
+        except EngineRefused:  # a killed loader has left a session
+            await self._end_session()
+            await self.call("POST", "/begin_weight_update", {}, QUICK_S)
+
+    async def _end_session(self) -> None:
+        await self.call("POST", "/end_weight_update", {}, MEMORY_S)
+
+    async def _transfer(self, transfer: Transfer, *, flush: bool, timeout_s: float) -> dict[str, dict[str, str]]:
+        """Let the engine receive within the session that was begun, which is ended whatever comes. Return what
+        `_received_digests` returns. Raises EngineRefused, EngineDead."""
         body = {
             "names": [], "dtypes": [], "shapes": [], "flush_cache": flush, "load_format": transfer.order(timeout_s),
         }  # fmt: skip
         try:
-            await self.call("POST", "/begin_weight_update", {}, QUICK_S)
-        except EngineRefused:  # a killed loader has left a session
-            await self.call("POST", "/end_weight_update", {}, MEMORY_S)
-            await self.call("POST", "/begin_weight_update", {}, QUICK_S)
-        try:
             await self.call("POST", "/update_weights_from_distributed", body, timeout_s + ANSWER_S)
         except EngineRefused:
-            await self.call("POST", "/end_weight_update", {}, MEMORY_S)
+            await self._end_session()
             raise
-        await self.call("POST", "/end_weight_update", {}, MEMORY_S)
+        _, found = await asyncio.gather(self._end_session(), self._received_digests(QUICK_S))
+        return found
 
     async def _received_digests(self, timeout_s: float) -> dict[str, dict[str, str]]:
         """Return what each rank has received last: RANK:LABEL -> digests. Raises EngineRefused, EngineDead."""

@@ -25,7 +25,7 @@ from turnlog.trainer.families.tensors import EMBEDDING, EXPERT, OUTPUT, Tensor
 from turnlog.trainer.models import lora
 from turnlog.trainer.weights import Numbering, tensor_bytes, tensors_of, unstack
 
-Of = Literal["merged", "base", "adapter"]
+ExportedWeights = Literal["merged", "base", "adapter"]
 """merged: the whole model; base: the model without what its low-rank adapters add; adapter: only these, in float32."""
 LIMIT = 512 << 20
 """Bytes that a rank uses beside the model, unless a caller names another number."""
@@ -74,7 +74,13 @@ class WeightExport:
     """Plan of an export. Construction, `stream`, `digests` and `sha256` are collective."""
 
     def __init__(
-        self, model: Any, shape: ModelShape, of: Of = "merged", *, limit: int = LIMIT, at_rank_zero: bool = False
+        self,
+        model: Any,
+        shape: ModelShape,
+        of: ExportedWeights = "merged",
+        *,
+        limit: int = LIMIT,
+        at_rank_zero: bool = False,
     ) -> None:
         """Plan to send the tensors that `of` selects. A rank uses at most `limit` bytes beside the model, or a few
         times the size of its largest tensor if that is more; a matrix with an adapter counts in float32.
@@ -221,7 +227,7 @@ class WeightExport:
         return [entry.spec for entry in self._entries[sender][1]]
 
     @property
-    def mine(self) -> int | None:
+    def own_sender(self) -> int | None:
         """Index of this rank in `senders`; None if it sends nothing."""
         return self.senders.index(self._rank) if self._rank in self.senders else None
 
@@ -240,7 +246,7 @@ class WeightExport:
         nobody reads it any more. Without `release`, the bytes are valid until the next iteration. `allocate` returns
         the memory for a bucket, a uint8 tensor [bytes]; then there are no buffers.
         """
-        buckets = [next((b for b, _ in together if b.sender == self.mine), None) for together in self._rounds]
+        buckets = [next((b for b, _ in together if b.sender == self.own_sender), None) for together in self._rounds]
         sizes = (bucket_offsets(bucket.specs)[-1] for bucket in buckets if bucket and len(bucket.specs) > 1)
         size = max(sizes, default=0)
         # A bucket of one large tensor has a buffer of its own size.
@@ -251,42 +257,42 @@ class WeightExport:
             if release is not None and before is not None:
                 release(before)
             own = allocate(bucket_offsets(bucket.specs)[-1]) if allocate and bucket else memory[number % buffers]
-            filling = self._begin(number, own, in_place=allocate is None)
-            filling.finish()
+            gather = self._begin(number, own, in_place=allocate is None)
+            gather.finish()
             if bucket is not None:
-                yield bucket, filling.values
+                yield bucket, gather.values
         self._merged = ("", torch.empty(0))
 
-    def _begin(self, number: int, memory: torch.Tensor, *, in_place: bool) -> _Filling:
+    def _begin(self, number: int, memory: torch.Tensor, *, in_place: bool) -> _BucketGather:
         """Begin to fill this rank's bucket of a round, and to send its shares of the others'. `in_place`: a bucket may
         be memory of the model.
         """
-        filling = _Filling(memory[:0])
+        gather = _BucketGather(memory[:0])
         for bucket, entries in self._rounds[number]:
             sender = self.senders[bucket.sender]
             if sender == self._rank:
                 if in_place and self._lies_in_place(entries[0], sender):
                     (values,) = self._shares(entries[0], 0)
-                    filling.values = values.reshape(-1).view(torch.uint8)
+                    gather.values = values.reshape(-1).view(torch.uint8)
                     continue
                 size = bucket_offsets(bucket.specs)[-1]
                 fits = size <= len(memory)
-                filling.values = memory[:size] if fits else torch.empty(size, dtype=torch.uint8, device=mcore.DEVICE)
-                self._receive(bucket, entries, filling)
+                gather.values = memory[:size] if fits else torch.empty(size, dtype=torch.uint8, device=mcore.DEVICE)
+                self._receive(bucket, entries, gather)
                 continue
             for entry in entries:
                 if self._rank in entry.sources:
                     for values in self._shares(entry, entry.sources.index(self._rank)):
-                        filling.send(values, sender)
-        filling.start()
-        return filling
+                        gather.send(values, sender)
+        gather.start()
+        return gather
 
-    def _receive(self, bucket: ExportBucket, entries: list[ExportEntry], filling: _Filling) -> None:
+    def _receive(self, bucket: ExportBucket, entries: list[ExportEntry], gather: _BucketGather) -> None:
         offsets = bucket_offsets(bucket.specs)
         for entry, tensor, begin, end in zip(
-            entries, bucket_tensors(bucket.specs, filling.values), offsets[:-1], offsets[1:], strict=True
+            entries, bucket_tensors(bucket.specs, gather.values), offsets[:-1], offsets[1:], strict=True
         ):
-            filling.values[begin + entry.spec.nbytes : end].zero_()
+            gather.values[begin + entry.spec.nbytes : end].zero_()
             places = [self._places(entry, tensor, at) for at in range(len(entry.sources))]
             if entry.sources == (self._rank,):
                 for place, values in zip(places[0], self._shares(entry, 0), strict=True):
@@ -300,11 +306,11 @@ class WeightExport:
                     into = flat[offset : offset + place.numel()].view(place.shape) if apart else place
                     offset += place.numel()
                     if own is None:
-                        filling.receive(into, source)
+                        gather.receive(into, source)
                     else:
                         into.copy_(own[number].reshape(into.shape))
             if apart:
-                filling.rearrange(flat, [place for of_rank in places for place in of_rank])
+                gather.rearrange(flat, [place for of_rank in places for place in of_rank])
 
     def _values(self, megatron: str) -> torch.Tensor:
         name, values = self._mine[megatron]
@@ -406,7 +412,7 @@ class WeightExport:
         return None if found is None else {name: each for of_rank in found for name, each in of_rank.items()}
 
 
-class _Filling:
+class _BucketGather:
     """A bucket that is being filled, and the shares of other ranks' buckets that this rank is sending."""
 
     def __init__(self, values: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ from turnlog.trainer.algorithms.tokens import Measure, Tokens, bounded_ratio
 from turnlog.trainer.checkpoints.exports import ExportedVersion, Exports
 from turnlog.trainer.checkpoints.places import StorePlace
 from turnlog.trainer.checkpoints.state import Save, State, fetch_metadata, load_model, load_state
-from turnlog.trainer.export import LIMIT, Of, WeightExport, export_weights
+from turnlog.trainer.export import LIMIT, ExportedWeights, WeightExport, export_weights
 from turnlog.trainer.families.family import as_dict
 from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.microbatches import PaddedRows, stand_in
@@ -142,7 +142,7 @@ class Learner:
         self._place = place
         self._exports = exports or Exports(None, chain=0)
         self._sender = WeightSender()
-        self._planned: dict[tuple[Of, int], WeightExport] = {}
+        self._planned: dict[tuple[ExportedWeights, int], WeightExport] = {}
 
     @mcore.quiet()
     def step(
@@ -220,7 +220,7 @@ class Learner:
         self.policy.gather_weights()
         return export_weights(self.policy.model, self.shape)
 
-    def plan_export(self, of: Of = "merged", bucket_bytes: int = LIMIT) -> WeightExport:
+    def plan_export(self, of: ExportedWeights = "merged", bucket_bytes: int = LIMIT) -> WeightExport:
         """Return the plan of an export of the present weights, which is computed once. `bucket_bytes`: memory for
         buckets.
         """
@@ -230,7 +230,12 @@ class Learner:
         return self._planned[of, bucket_bytes]
 
     def begin_export(
-        self, folder: Path, of: Of = "merged", version: int = 0, blobs: str = "", shard_bytes: int = SHARD_BYTES
+        self,
+        folder: Path,
+        of: ExportedWeights = "merged",
+        version: int = 0,
+        blobs: str = "",
+        shard_bytes: int = SHARD_BYTES,
     ) -> list[TensorSpec]:
         """Begin to export the present weights as files, one export at a time: each rank writes its own into the folder
         of that name on its machine, and uploads them into the run's folder `blobs`. Return all tensors.
@@ -259,7 +264,7 @@ class Learner:
         """
         return self._exports.finish(wait=wait)
 
-    def export_files(self, folder: Path, of: Of = "merged") -> Written | None:
+    def export_files(self, folder: Path, of: ExportedWeights = "merged") -> Written | None:
         """Export the present weights as files and wait for their hashes; return their description at rank 0. Raises
         ExportFailed.
         """
@@ -267,7 +272,7 @@ class Learner:
         done = self.finish_export(True)
         return None if done is None else done.written
 
-    def checksums(self, of: Of) -> dict[str, str] | None:
+    def checksums(self, of: ExportedWeights) -> dict[str, str] | None:
         """Return the sha256 checksums of the present weights at rank 0."""
         return self.plan_export(of).sha256()
 

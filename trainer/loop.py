@@ -79,7 +79,7 @@ from turnlog.trainer.checkpoints.places import CACHE, FolderPlace, RunBlobs, che
 from turnlog.trainer.checkpoints.publications import VERSION, Publications, version_event
 from turnlog.trainer.checkpoints.saves import NeededByEvaluations, Saves
 from turnlog.trainer.checkpoints.state import read_common
-from turnlog.trainer.export import Of
+from turnlog.trainer.export import ExportedWeights
 from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.launch import LearnerThread, ranks
 from turnlog.trainer.learner import Learner, StepResult
@@ -200,7 +200,7 @@ class Trainer:
         )
         self._incarnation = -1
         self._versions = WeightChain()
-        self._of: Of = "adapter" if settings.trainer.publish == "adapter" else "merged"
+        self._of: ExportedWeights = "adapter" if settings.trainer.publish == "adapter" else "merged"
         self._whole: WeightVersionPublished | None = None
         """The last full version, which needs no other version; adapters are based on it."""
         self._kept: Kept = {}
@@ -333,7 +333,7 @@ class Trainer:
                 return
         await self._go_out(checkpoint, self._of)
 
-    async def _go_out(self, checkpoint: str | None, of: Of) -> None:
+    async def _go_out(self, checkpoint: str | None, of: ExportedWeights) -> None:
         """Publish the current weights and wait for it. Lags are counted in steps: base weights have the step at which
         adapters begin.
         """
@@ -459,7 +459,7 @@ class Trainer:
         return 0 if self._versions.newest is None else self._versions.newest + 1
 
     async def _due(
-        self, cursor: Cursor, checkpoint: str | None, of: Of, digests: Mapping[str, str] | None = None
+        self, cursor: Cursor, checkpoint: str | None, of: ExportedWeights, digests: Mapping[str, str] | None = None
     ) -> WeightVersionPublished:
         """Make the ranks' weights the next version, which is published concurrently."""
         version = self._next_version

@@ -71,8 +71,8 @@ class WeightSender:
         deadline, self._failure = Deadline(order.timeout_s), ""
         if self._host is not None:
             self._host.put_plan(order.group, self._plan(export, order))
-        if export.mine is not None and self._group is None:
-            self._join(export.mine, order, deadline)
+        if export.own_sender is not None and self._group is None:
+            self._join(export.own_sender, order, deadline)
         stream = export.stream(
             release=lambda sent: self._wait(sent, deadline),
             # Memory that engines map is filled in place, so that tensors are copied only once.

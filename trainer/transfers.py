@@ -332,7 +332,7 @@ class Transfers:
 
     @property
     def _limit(self) -> int:
-        return self._settings.bucket_mb << 20
+        return (self._settings.bucket_mb << 20) * 3 // 4  # the rest is for digests and for conversions of type
 
     def _engines(self, states: Collection[str], *, news: int | None = None) -> set[str]:
         """Return the engines that were not requested to go and are in one of these states; with `news`, only those that

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from turnlog.infra.engine_plugin.order import INTACT, Transfer, read_order
+from turnlog.infra.engine_plugin.order import NOTHING_LOADED, Transfer, read_order
 from turnlog.infra.tensors.digests import bucket_digests, bucket_tensors
 from turnlog.infra.tensors.files import SUFFIX, checksum, read_checksums
 from turnlog.infra.tensors.transfer import Deadline, Receiver, TransferBroken
@@ -63,7 +63,7 @@ class HeldTensors:
                 digests |= dict(zip((spec.name for spec in specs), bucket_digests(specs, bucket), strict=True))
         except TransferBroken as error:
             self._leave()
-            return str(error) if wrote else f"{INTACT}{error}"
+            return str(error) if wrote else f"{NOTHING_LOADED}{error}"
         self._label, self._digests = transfer.label, digests
         return ""
 

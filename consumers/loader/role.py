@@ -139,7 +139,7 @@ class Loader:
     def __init__(self, role: Role, control: EngineControl, engine_id: str, url: str, *, drains: bool = False) -> None:
         """`drains`: whether the engine stops taking turns when the loader stops."""
         self._role, self._control, self._url = role, control, url
-        self._standing = EngineStatus(role, engine_id, url)
+        self._status = EngineStatus(role, engine_id, url)
         self._dropped = 0
         self._heard = time.monotonic()
         """Monotonic time of the engine's last answer."""
@@ -151,9 +151,9 @@ class Loader:
 
     async def run(self) -> None:
         """Run until the role stops, as the module describes."""
-        self._swap = Swap(self._role, self._control, self._standing, self._beat)
+        self._swap = Swap(self._role, self._control, self._status, self._beat)
         try:
-            async with self._standing.take_ownership():
+            async with self._status.take_ownership():
                 await self._run()
         finally:
             await self._swap.close()
@@ -163,19 +163,19 @@ class Loader:
             ends = await assign_from_start(self._role.log, requests, [REQUESTED, SAID])
             while not caught_up(requests, ends):
                 self._beat()
-                await self._standing.hear(requests)
+                await self._status.hear(requests)
             reader.assign(await self._starts())
             while not self._role.stopping.is_set():
-                if self._standing.own.leaving:
+                if self._status.own.leaving:
                     await self._leave(requests)
                 else:
                     await self._serve(requests, reader)
-        if self._drains and not self._standing.own.leaving:
+        if self._drains and not self._status.own.leaving:
             if self._role.settings.engine.colocate:  # no later report says that it holds no memory
-                await self._standing.say(EngineGone, state=GONE, cause="stopped with its loader")
+                await self._status.say(EngineGone, state=GONE, cause="stopped with its loader")
             else:
-                await self._standing.say(EngineDraining, state=DRAINING)
-            await self._standing.reached.leave()
+                await self._status.say(EngineDraining, state=DRAINING)
+            await self._status.reached.leave()
 
     async def _serve(self, requests: Reader, reader: Reader) -> None:
         """Serve until the role stops or the engine is requested to go."""
@@ -188,42 +188,42 @@ class Loader:
         probed = time.monotonic()
         while not self._over:
             self._beat()
-            if not self._standing.silent:
+            if not self._status.silent:
                 await self._take_turn()
             if not self._swap.waiting:
-                await self._standing.reached.say({PARTITION: Commit(reader.position(PARTITION))})
+                await self._status.reached.say({PARTITION: Commit(reader.position(PARTITION))})
             await self._take(reader, timeout_s=0.2)
-            await self._standing.hear(requests, timeout_s=0.0)
+            await self._status.hear(requests, timeout_s=0.0)
             if time.monotonic() - probed >= PROBE_S:
                 await self._probe()
                 probed = time.monotonic()
         if not self._swap.waiting:
-            await self._standing.reached.say({PARTITION: Commit(reader.position(PARTITION))}, last=True)
+            await self._status.reached.say({PARTITION: Commit(reader.position(PARTITION))}, last=True)
 
     @property
     def _over(self) -> bool:
-        return self._role.stopping.is_set() or self._standing.own.leaving
+        return self._role.stopping.is_set() or self._status.own.leaving
 
     async def _leave(self, requests: Reader) -> None:
         """Drain the engine, report it as gone, and wait until it is requested again or the role stops."""
-        if self._standing.own.state != GONE:
+        if self._status.own.state != GONE:
             await self._drain()
-        if self._standing.own.state == GONE:
-            await self._standing.reached.leave()
+        if self._status.own.state == GONE:
+            await self._status.reached.leave()
         self._role.health.mark_started()
-        log.info("%s has left: waiting until it is requested again", self._standing.engine_id)
-        while self._standing.own.leaving and not self._role.stopping.is_set():
+        log.info("%s has left: waiting until it is requested again", self._status.engine_id)
+        while self._status.own.leaving and not self._role.stopping.is_set():
             self._beat()
-            await self._standing.hear(requests)
+            await self._status.hear(requests)
 
     async def _drain(self) -> None:
         """Wait for running requests, abort the rest, and report the engine as gone. Raises Fenced."""
         drain_s = self._role.settings.engine.drain_s
         cause = "drained"
         try:
-            info = self._standing.drop_unrecorded(await self._control.model_info())
-            self._standing.version, usable = info.version, not (info.is_incomplete or info.is_released)
-            await self._standing.say(EngineDraining, state=DRAINING)
+            info = self._status.drop_unrecorded(await self._control.model_info())
+            self._status.version, usable = info.version, not (info.is_incomplete or info.is_released)
+            await self._status.say(EngineDraining, state=DRAINING)
             if usable:
                 await self._control.resume()
             idle = await self._idle(drain_s if usable else 0.0)
@@ -238,8 +238,8 @@ class Loader:
                 await self._release()
         except EngineError as error:
             cause = f"died before it had drained: {error}"
-        log.info("%s: %s", self._standing.engine_id, cause)
-        await self._standing.say(EngineGone, state=GONE, cause=cause)
+        log.info("%s: %s", self._status.engine_id, cause)
+        await self._status.say(EngineGone, state=GONE, cause=cause)
 
     async def _idle(self, within_s: float) -> bool:
         """Wait at most `within_s` until nothing runs on the engine. Return whether that was reached."""
@@ -270,7 +270,7 @@ class Loader:
         began, since, told = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), False
         while not self._over:
             self._beat()
-            await self._standing.hear(requests, timeout_s=0.0)
+            await self._status.hear(requests, timeout_s=0.0)
             try:
                 info = await self._control.model_info()
                 if not (
@@ -286,7 +286,7 @@ class Loader:
                 if not told and time.monotonic() - began > self._role.settings.engine.start_timeout_s:
                     told = True
                     log.warning("%s did not start within [engine] start_timeout_s: %s", self._url, error)
-                    await self._standing.report_gone(error)
+                    await self._status.report_gone(error)
                 if not await self._take(reader, timeout_s=START_LOOK_S):
                     await self._swap.fetch_ahead()
             else:
@@ -295,13 +295,13 @@ class Loader:
 
     async def _register(self, info: ModelInfo) -> None:
         if info.is_incomplete and self._role.settings.engine.colocate:  # unknown whether it has its memory
-            async with self._standing.lives(f"took its memory back: it was left {info.weight_version!r}"):
+            async with self._status.lives(f"took its memory back: it was left {info.weight_version!r}"):
                 await self._control.retake()
         self._heard, self._gave_way = time.monotonic(), -2
-        given = self._standing.drop_unrecorded(info)
+        given = self._status.drop_unrecorded(info)
         if given != info:
             log.warning("%s reports %s, which was not loaded into it: loading again", self._url, info.weight_version)
-        await self._standing.report_registered(given, waits=bool(self._swap.news_after(given.version)))
+        await self._status.report_registered(given, waits=bool(self._swap.news_after(given.version)))
         self._swap.direct.begin_anew()
         self._swap.recall()
 
@@ -309,26 +309,26 @@ class Loader:
         """Do what the log asks for next: release the device, or get a waiting version."""
         if self._turn.trainers:
             await self._give_way()
-        elif (self._swap.waiting or self._standing.released) and await self._swap.step():
+        elif (self._swap.waiting or self._status.released) and await self._swap.step():
             self._heard = time.monotonic()
             self._beat()
 
     async def _give_way(self) -> None:
         """Leave the device to the trainer until the next version. Reported again for each version that does not end
         that."""
-        if not self._standing.released:
+        if not self._status.released:
             await self._release()
         if self._gave_way != self._turn.weights.version:
-            await self._standing.say(EngineDraining, published=self._turn.weights.version)
+            await self._status.say(EngineDraining, published=self._turn.weights.version)
             self._gave_way = self._turn.weights.version
 
     async def _release(self) -> None:
         """Release the engine's memory. Raises EngineSwapFailed, Fenced."""
-        await self._standing.reached.check_owner()
-        async with self._standing.lives("gave its memory back"):
+        await self._status.reached.check_owner()
+        async with self._status.lives("gave its memory back"):
             await self._control.pause()
             await self._control.release()
-        self._standing.released, self._standing.incomplete, self._heard = True, False, time.monotonic()
+        self._status.released, self._status.incomplete, self._heard = True, False, time.monotonic()
 
     async def _catch_up(self, reader: Reader) -> None:
         ends = await self._role.log.end_offsets(self._topics)
@@ -361,32 +361,32 @@ class Loader:
                 await self._unheard()
             return
         except EngineRefused as error:
-            await self._standing.report_gone(error)
+            await self._status.report_gone(error)
             raise EngineSwapFailed(f"{self._url} refuses /model_info") from error
         except EngineDead as error:
             self._dropped += 1
             if self._dropped >= DROPPED_PROBES or isinstance(error, EngineUnreachable):
-                await self._standing.report_gone(error)
+                await self._status.report_gone(error)
                 raise EngineSwapFailed(str(error)) from error
             return
         self._heard, self._dropped = time.monotonic(), 0
-        restarted = not self._standing.has(self._standing.drop_unrecorded(info))
+        restarted = not self._status.has(self._status.drop_unrecorded(info))
         if restarted:
-            log.warning("%s serves %s, not %d: it restarted", self._url, info.weight_version, self._standing.version)
-        if restarted or self._standing.silent:
+            log.warning("%s serves %s, not %d: it restarted", self._url, info.weight_version, self._status.version)
+        if restarted or self._status.silent:
             await self._register(info)
 
     @property
     def _bound_s(self) -> float:
         """Seconds without an answer after which the engine is reported as silent, or as gone if it is silent
         already."""
-        return self._role.settings.loader.gone_s if self._standing.silent else self._role.settings.loader.silent_s
+        return self._role.settings.loader.gone_s if self._status.silent else self._role.settings.loader.silent_s
 
     async def _unheard(self) -> None:
         """Report the engine as silent, and the next time as gone. Raises EngineSwapFailed when it is gone."""
         error = EngineDead(f"{self._url} is silent: no answer to GET /model_info in {self._bound_s:g} s")
-        if self._standing.silent:
-            await self._standing.report_gone(error)
+        if self._status.silent:
+            await self._status.report_gone(error)
             raise EngineSwapFailed(str(error))
         log.warning("%s", error)
-        await self._standing.unheard()
+        await self._status.unheard()

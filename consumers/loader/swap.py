@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client import Counter
 
-from turnlog.consumers.loader.direct import DirectWay
+from turnlog.consumers.loader.direct import DirectLoads
 from turnlog.consumers.loader.engine_status import EngineStatus
 from turnlog.infra.blobs import BlobError
 from turnlog.infra.engine import EngineControl, EngineDead, EngineRefused, TransferFailed
@@ -90,12 +90,12 @@ class Fetching:
 class Swap:
     """Updates the weights of one engine."""
 
-    def __init__(self, role: Role, control: EngineControl, standing: EngineStatus, beat: Callable[[], None]) -> None:
+    def __init__(self, role: Role, control: EngineControl, status: EngineStatus, beat: Callable[[], None]) -> None:
         """Raises what `model_shapes` raises."""
-        self._role, self._control, self._standing, self._beat = role, control, standing, beat
+        self._role, self._control, self._status, self._beat = role, control, status, beat
         run = role.settings.run
         self._folders = WeightFolders(weight_folders(run.directory), role.blobs, beat=beat)
-        self._note = ServedNote.of(run.directory, run.id, standing.engine_id)
+        self._note = ServedNote.of(run.directory, run.id, status.engine_id)
         self._folder: Held | None = None
         """Folder of the weights that were loaded last from files, which serve or are the base weights of adapters."""
         self._adapters: dict[int, Held] = {}
@@ -109,7 +109,7 @@ class Swap:
         """Versions that the log reports neither as loaded, nor as refused, nor as superseded."""
         self._chain = WeightChain()
         """All published versions."""
-        self.direct = DirectWay(role, control, standing)
+        self.direct = DirectLoads(role, control, status)
         self._mismatched = -1
         """Version whose digests differed when it was sent last; -1 if none."""
         self._fetching: Fetching | None = None
@@ -119,7 +119,7 @@ class Swap:
         known = self._recent.get(event.version)
         if known is not None and not event.digests:
             event = dataclasses.replace(event, digests=known.digests)
-        if not self._standing.versions.is_answered(event.version):
+        if not self._status.versions.is_answered(event.version):
             self._unanswered.add(event.version)
         self._chain.apply(event)
         self._recent[event.version] = event
@@ -138,7 +138,7 @@ class Swap:
     @property
     def waiting(self) -> list[int]:
         """Versions to load, in ascending order."""
-        return self.news_after(self._standing.version)
+        return self.news_after(self._status.version)
 
     def news_after(self, served: int) -> list[int]:
         """Return the versions to load, in ascending order, given that the engine has `served`.
@@ -147,7 +147,7 @@ class Swap:
         A version that an earlier process refused is tried again if the engine has no weights and there is no other
         version: the engine may have been repaired.
         """
-        answered = self._standing.versions
+        answered = self._status.versions
         news = sorted(
             version
             for version in self._recent.keys() - self._refused
@@ -159,7 +159,7 @@ class Swap:
         """Return the newest version that can be loaded from files. An engine that has released its memory needs one
         even if it had it before."""
         found = [version for version in self.waiting if self._is_durable(version)]
-        if not found and self._standing.released:
+        if not found and self._status.released:
             found = [version for version in self.news_after(-1) if self._is_durable(version)]
         return found[-1] if found else None
 
@@ -176,7 +176,7 @@ class Swap:
             if not self._is_durable(event.version) and await self._await_transfer(event):
                 return False
         if self._newest_durable() is None:
-            await self._standing.settle()
+            await self._status.settle()
             return False
         fetched = await self._fetch()
         return fetched is not None and await self._load_fetched(fetched)
@@ -190,7 +190,7 @@ class Swap:
             return True
         if event.incarnation < self._chain.incarnation:  # its trainer has died
             return False
-        return not await self._ask(event) or self.direct.may_come(event.version)
+        return not await self._ask(event) or self.direct.is_expected(event.version)
 
     async def _ask(self, event: WeightVersionPublished, cause: str = "") -> bool:
         """Return whether the engine answered. If not, the next step asks again, and probes find out if it is gone."""
@@ -218,7 +218,7 @@ class Swap:
             else:
                 await self._ask(event, f"{type(error).__name__}: {error}")
         else:
-            self._standing.base_version = None
+            self._status.base_version = None
             await self._report_loaded(event, seconds)
 
     async def fetch_ahead(self) -> None:
@@ -283,7 +283,7 @@ class Swap:
         parts = [chain]
         if event.kind == "adapter":
             check_fits(chain[0], self._expected)
-            parts = [chain[1:]] if chain[0].version == self._standing.whole else [chain[:1], chain[1:]]
+            parts = [chain[1:]] if chain[0].version == self._status.whole else [chain[:1], chain[1:]]
         found: list[Fetched] = []
         try:
             for part in parts:
@@ -304,7 +304,7 @@ class Swap:
             *below, newest = folders
             if event.kind != "adapter":
                 seconds = await self._load_instead(newest)
-            elif below or event.base_version == self._standing.whole:
+            elif below or event.base_version == self._status.whole:
                 seconds = await self._load_beside(newest, below)
             else:  # the engine lost its base weights while the adapter was fetched
                 newest.held.release()
@@ -324,13 +324,13 @@ class Swap:
             fetched.held.release()
             raise
         self._keep(fetched.event, fetched.held)
-        self._standing.base_version = None
+        self._status.base_version = None
         return fetched.timer.seconds
 
     def recall(self) -> None:
         """Keep the folder of the weights that the engine is known to have, as if they had been loaded by this
         process."""
-        event = self._recent.get(self._standing.whole)
+        event = self._recent.get(self._status.whole)
         held = None if event is None else self._folders.find_folder(event)
         if event is not None and held is not None:
             self._keep(event, held)
@@ -348,24 +348,24 @@ class Swap:
         event, held, timer = adapter
         try:
             for base in below:
-                if base.event.version == self._standing.whole:
+                if base.event.version == self._status.whole:
                     base.held.release()
                     continue
                 seconds = await self._load_instead(base)
                 await self._report_loaded(base.event, seconds, state=STARTING)  # turns wait for the adapter
-            async with self._standing.lives(f"loaded adapter {event.version}"):
-                await self._load_adapter(event.version, self._standing.whole, held.path, timer)
+            async with self._status.lives(f"loaded adapter {event.version}"):
+                await self._load_adapter(event.version, self._status.whole, held.path, timer)
         except BaseException:
             held.release()
             raise
-        self._adapters[event.version], self._standing.base_version = held, event.base_version
+        self._adapters[event.version], self._status.base_version = held, event.base_version
         return timer.seconds
 
     async def _load_adapter(self, version: int, base: int, folder: Path, timer: Timer) -> None:
         """Load and check an adapter. Raises EngineRefused, EngineDead, Fenced."""
-        await self._standing.reached.check_owner()
+        await self._status.reached.check_owner()
         for found in (await self._control.model_info()).adapters:
-            if found == version or found not in self._standing.versions.loaded:
+            if found == version or found not in self._status.versions.loaded:
                 await self._control.unload_adapter(found, patience_s=PATIENCE_S)
         with timer.phase("load"):
             await self._control.load_adapter(folder, version, timeout_s=self._role.settings.loader.timeout_s)
@@ -373,19 +373,19 @@ class Swap:
             info = await self._control.model_info()
         if (info.version, info.base_version) != (version, base):
             raise EngineRefused(
-                f"{self._standing.url} reports weights {info.weight_version!r} with adapters {info.adapters} after "
+                f"{self._status.url} reports weights {info.weight_version!r} with adapters {info.adapters} after "
                 f"loading adapter {version} of {base}"
             )
 
     async def _unload(self) -> None:
         """Unload old adapters once the requests that name them have ended."""
-        if self._standing.base_version is None and not self._adapters:
+        if self._status.base_version is None and not self._adapters:
             return
-        async with self._standing.lives("unloaded an adapter"):
+        async with self._status.lives("unloaded an adapter"):
             found = (await self._control.model_info()).adapters
-            for version in found[: -ADAPTERS if self._standing.base_version is not None else None]:
+            for version in found[: -ADAPTERS if self._status.base_version is not None else None]:
                 self._beat()
-                await self._standing.reached.check_owner()
+                await self._status.reached.check_owner()
                 await self._control.unload_adapter(version, patience_s=PATIENCE_S)
         for version in self._adapters.keys() - (await self._control.model_info()).adapters:
             self._adapters.pop(version).release()
@@ -406,48 +406,48 @@ class Swap:
     async def _load(self, event: WeightVersionPublished, folder: Path, timer: Timer) -> None:
         """Pause, load, check, resume. Raises EngineRefused (the old weights serve), EngineSwapFailed, Fenced."""
         control, timeout_s = self._control, self._role.settings.loader.timeout_s
-        async with self._standing.lives(f"loaded version {event.version}"):
-            await self._standing.reached.check_owner()
+        async with self._status.lives(f"loaded version {event.version}"):
+            await self._status.reached.check_owner()
             try:
                 with timer.phase("pause"):
                     await control.pause()
                 with timer.phase("load"):
-                    await control.load(folder, event.version, timeout_s=timeout_s, released=self._standing.released)
+                    await control.load(folder, event.version, timeout_s=timeout_s, released=self._status.released)
                 with timer.phase("check"):
                     info = await control.model_info()
                 if info.label != event.version:
                     raise EngineRefused(
-                        f"{self._standing.url} reports {info.weight_version!r} after loading {event.version}"
+                        f"{self._status.url} reports {info.weight_version!r} after loading {event.version}"
                     )
             except EngineDead:  # it may still answer, but its weights are those of no version
                 raise
             except BaseException:
-                if not (self._standing.released or self._standing.incomplete):
+                if not (self._status.released or self._status.incomplete):
                     await self._resume(timer)
                 raise
-            self._standing.released = False
+            self._status.released = False
             await self._resume(timer)
 
     async def _resume(self, timer: Timer) -> None:
         with timer.phase("resume"):
-            await self._standing.reached.check_owner()
+            await self._status.reached.check_owner()
             await self._control.resume()
 
     async def _report_loaded(self, event: WeightVersionPublished, seconds: dict[str, float], **more: Any) -> None:
-        self._standing.serves(event.version)
+        self._status.serves(event.version)
         LOADED.inc()
         for phase, took_s in seconds.items():
             STAGE_S.labels("loader", phase).observe(took_s)
         superseded = tuple(sorted(one for one in self._unanswered if one < event.version))
-        of = {"superseded": superseded, "seconds": seconds, "base_version": self._standing.base_version}
-        await self._standing.say(EngineWeightsLoaded, **of, **more)
+        of = {"superseded": superseded, "seconds": seconds, "base_version": self._status.base_version}
+        await self._status.say(EngineWeightsLoaded, **of, **more)
         self._unanswered -= {*superseded, event.version}
 
     async def _refuse(self, event: WeightVersionPublished, error: Exception) -> None:
-        log.error("version %d refused, %d stays: %s", event.version, self._standing.version, error)
+        log.error("version %d refused, %d stays: %s", event.version, self._status.version, error)
         REFUSED.labels(type(error).__name__).inc()
         cause = type(error).__name__
         self._refused.add(event.version)
-        self._standing.newcomer = self._standing.newcomer and bool(self.waiting)
-        await self._standing.say(EngineWeightsRefused, refused_version=event.version, cause=cause, message=str(error))
+        self._status.newcomer = self._status.newcomer and bool(self.waiting)
+        await self._status.say(EngineWeightsRefused, refused_version=event.version, cause=cause, message=str(error))
         self._unanswered.discard(event.version)

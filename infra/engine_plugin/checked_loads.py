@@ -30,7 +30,7 @@ WAITING_BYTES = 64 << 20
 """Maximum size in total of the tensors that are kept to be given to the loader again."""
 PIECE_BYTES = 16 << 20
 """Bytes that are converted at once if the model's type differs."""
-SYNCHRONOUS = "_sglang_runai_streamer_tensor"
+READ_IN_CALLER = "_sglang_runai_streamer_tensor"
 """Attribute of tensors that SGLang's loaders read in the caller's thread, before they return. They may read other
 tensors in threads of their own, where a TorchDispatchMode does not see the copies."""
 COPY, ITEM, FILL = torch.ops.aten.copy_.default, torch.ops.aten._local_scalar_dense.default, torch.ops.aten.fill_.Scalar
@@ -68,7 +68,7 @@ class CheckedLoads:
         """
         given = self._waiting + named
         for _, tensor in given:
-            setattr(tensor, SYNCHRONOUS, True)
+            setattr(tensor, READ_IN_CALLER, True)
         recorder = Recorder(given, self._places)
         try:
             with recorder:

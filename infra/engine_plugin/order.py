@@ -9,8 +9,10 @@ FORMAT = "turnlog:"
 """Prefix of load_format in requests for the plugin; the order follows in JSON."""
 ACTION = "turnlog"
 """Action of POST /weights_checker that the plugin answers."""
-INTACT = "nothing was loaded: "
+NOTHING_LOADED = "nothing was loaded: "
 """Prefix of error messages if the old weights are still in place."""
+UNSUITED = "not from training ranks: "
+"""Prefix of the answer to ACTION if this engine cannot receive weights; the reason follows."""
 
 
 class OrderUnusable(Exception):

@@ -21,7 +21,7 @@ import torch
 import torch.distributed
 
 from turnlog.infra.engine_plugin.checked_loads import CheckedLoads, LoadFailed, Named
-from turnlog.infra.engine_plugin.order import INTACT, OrderUnusable, Transfer, read_order
+from turnlog.infra.engine_plugin.order import NOTHING_LOADED, UNSUITED, OrderUnusable, Transfer, read_order
 from turnlog.infra.tensors.digests import bucket_digests, bucket_tensors
 from turnlog.infra.tensors.transfer import Receiver
 from turnlog.infra.tensors.transfer_groups import Deadline, TransferBroken
@@ -45,7 +45,7 @@ class RankOutcome:
     """Tensors that this rank has received but not loaded."""
 
 
-class Receptions:
+class EngineReceiver:
     """The process groups of which this process is a member, and the version that it received last."""
 
     def __init__(self) -> None:
@@ -132,16 +132,16 @@ class Receptions:
                 loads.check_all_loaded(set.intersection(*(one.untouched for one in outcomes)))
             except LoadFailed as error:
                 message = str(error)
-        return message if not message or any(one.wrote for one in outcomes) else INTACT + message
+        return message if not message or any(one.wrote for one in outcomes) else NOTHING_LOADED + message
 
 
-RECEPTIONS = Receptions()
+ENGINE_RECEIVER = EngineReceiver()
 
 
 def update_weights(manager: Any, request: Any) -> Any:
     """Answer update_weights_from_distributed with an order of turnlog."""
     with manager._observe_weight_load("distributed"):
-        message = RECEPTIONS.take(manager, request)
+        message = ENGINE_RECEIVER.take(manager, request)
     answer = import_module(MESSAGES).UpdateWeightsFromDistributedReqOutput
     return answer(success=not message, message=message or "Succeeded to receive the version.")
 
@@ -152,9 +152,9 @@ def check_weights(manager: Any) -> Any:
     try:
         check_suited()
     except EngineUnsuited as error:
-        return messages.CheckWeightsReqOutput(success=False, message=str(error))
+        return messages.CheckWeightsReqOutput(success=False, message=UNSUITED + str(error))
     rank = manager.tp_worker.model_runner.weight_updater.tp_rank
-    entries = gather(manager, (f"{rank}:{RECEPTIONS.label}", RECEPTIONS.digests))
+    entries = gather(manager, (f"{rank}:{ENGINE_RECEIVER.label}", ENGINE_RECEIVER.digests))
     payload = [
         messages.ChecksumInfo(checksums=digests, per_gpu_checksum=label, parallelism_info=[])
         for label, digests in entries

@@ -32,8 +32,8 @@ from turnlog.infra.tensors.transfer_groups import (
     Deadline,
     SentBucket,
     TransferBroken,
+    naming_member,
     put,
-    telling,
 )
 
 LOOK_S = 1.0
@@ -67,7 +67,7 @@ class Peers:
         """Wait until all keys are in the store. Raises TransferBroken when `who` did not set them in time, when a
         process died, and after `abort`."""
         while True:
-            with telling("the trainer's rank 0"):
+            with naming_member("the trainer's rank 0"):
                 if self._store.check(list(keys)):
                     return
             if self._aborted.is_set():
@@ -132,7 +132,7 @@ class SharedSender(BucketSender):
             told = json.dumps((f"/proc/{os.getpid()}/fd/{descriptor}", nbytes)).encode()
         self._numbers[memory.untyped_storage().data_ptr()] = number
         self._forget_halves(number)
-        with telling("the trainer's rank 0"):
+        with naming_member("the trainer's rank 0"):
             put(self._store, f"{self._name}/half/{number}", told)
         return memory
 
@@ -147,7 +147,7 @@ class SharedSender(BucketSender):
             torch.cuda.current_stream(bucket.device).synchronize()
         number, self._sent = self._sent, self._sent + 1
         half = self._numbers[bucket.untyped_storage().data_ptr()]
-        with telling("the trainer's rank 0"):
+        with naming_member("the trainer's rank 0"):
             self._store.set(f"{self._name}/bucket/{number}", f"{half} {bucket.numel()}")
         return _SentByMemory(self, number)
 
@@ -157,7 +157,7 @@ class SharedSender(BucketSender):
         deadline = Deadline(timeout_s)
         for key, rank in keys.items():
             self._peers.wait([key], f"rank {rank}", deadline)
-        with telling("the trainer's rank 0"):
+        with naming_member("the trainer's rank 0"):
             for key in (*keys, f"{self._name}/bucket/{number}"):
                 self._store.delete_key(key)
 
@@ -195,7 +195,7 @@ class SharedSource(BucketSource):
         self._read = 0
         self._halves: dict[int, torch.Tensor] = {}
         self._peers.add(f"{name}/sender", "the sender", deadline)
-        with telling("the trainer's rank 0"):
+        with naming_member("the trainer's rank 0"):
             store.set(f"{name}/member/{rank}", str(os.getpid()))
 
     def begin(self, into: torch.Tensor | None) -> None:
@@ -205,7 +205,7 @@ class SharedSource(BucketSource):
         """See BucketSource."""
         key = f"{self._name}/bucket/{self._read}"
         self._peers.wait([key], "the sender", deadline)
-        with telling("the trainer's rank 0"):
+        with naming_member("the trainer's rank 0"):
             number, nbytes = map(int, self._store.get(key).split())
             if number not in self._halves:
                 for old in [one for one in self._halves if one < number - 1]:
@@ -238,7 +238,7 @@ class SharedSource(BucketSource):
         """See BucketSource."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        with telling("the trainer's rank 0"):
+        with naming_member("the trainer's rank 0"):
             self._store.set(f"{self._name}/taken/{self._read}/{self._rank}", "")
         self._read += 1
 

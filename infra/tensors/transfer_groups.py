@@ -117,7 +117,7 @@ class _SentByGroup(SentBucket):
         deadline = Deadline(timeout_s)
         # With NCCL, a wait that times out ends the group. With gloo it does not, and abort does not end a wait.
         look_s = LOOK_S if self.bucket.device.type == "cpu" else timeout_s
-        with telling(f"an engine in {self.name}"):
+        with naming_member(f"an engine in {self.name}"):
             while not self.aborted.is_set():
                 try:
                     self.work.wait(timedelta(seconds=min(look_s, deadline.left_s)))
@@ -174,7 +174,7 @@ class GroupSource(BucketSource):
     def bucket(self, deadline: Deadline) -> torch.Tensor:
         """See BucketSource."""
         work, into = self._begun[0]
-        with telling(f"the sender of {self._name}, or another engine in it,"):
+        with naming_member(f"the sender of {self._name}, or another engine in it,"):
             work.wait(timedelta(seconds=deadline.left_s))
         self._begun.pop(0)
         return into
@@ -190,7 +190,7 @@ class GroupSource(BucketSource):
 
 def connect(address: str, port: int, deadline: Deadline) -> Store:
     """Return a client of the store of a TransferHost. Raises TransferBroken."""
-    with telling(f"the trainer at {address}:{port}"):
+    with naming_member(f"the trainer at {address}:{port}"):
         return TCPStore(
             address, port, None, is_master=False, timeout=timedelta(seconds=deadline.left_s), wait_for_workers=False
         )
@@ -209,7 +209,7 @@ def get(store: Store, key: str, deadline: Deadline) -> bytes:
 
 
 @contextmanager
-def telling(who: str) -> Iterator[None]:
+def naming_member(who: str) -> Iterator[None]:
     """Raise TransferBroken in place of torch's errors, which do not say which member failed. `who` names it."""
     try:
         yield
@@ -227,7 +227,7 @@ def form_group(
     limit = timedelta(seconds=deadline.left_s)
     store = PrefixStore(f"{name}/group/", store)
     store.set_timeout(limit)
-    with telling(f"a member of {name}, of which this is rank {rank} of {size},"):
+    with naming_member(f"a member of {name}, of which this is rank {rank} of {size},"):
         if backend == "nccl":
             # NCCL itself meets at the first broadcast, and then without limit.
             store.set(f"here/{rank}", "")
@@ -259,5 +259,5 @@ def broadcast(group: Any, bucket: torch.Tensor, name: str, timeout: timedelta | 
     options.asyncOp = True
     if timeout is not None:
         options.timeout = timeout
-    with telling(f"a member of {name}"):
+    with naming_member(f"a member of {name}"):
         return group.broadcast([bucket], options)

@@ -38,7 +38,7 @@ from turnlog.schemas.events import WeightVersionPublished
 from turnlog.settings import Settings
 from turnlog.trainer.checkpoints.places import PART, CheckpointStorage, StorePlace
 from turnlog.trainer.checkpoints.state import read_common
-from turnlog.trainer.export import Of
+from turnlog.trainer.export import ExportedWeights
 from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
@@ -207,7 +207,7 @@ def _merge(base: Path, adapter: Path, folder: Path) -> Written:
 
 
 def _write_checkpoint_weights(
-    settings: Settings, place: CheckpointStorage, name: str, folder: Path, published: Of
+    settings: Settings, place: CheckpointStorage, name: str, folder: Path, published: ExportedWeights
 ) -> tuple[Written, Written]:
     """Write the weights of a checkpoint as files under Hugging Face names.
 

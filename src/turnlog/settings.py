@@ -595,7 +595,8 @@ class WeightsSettings:
     do not report in time."""
     bucket_mb: Count = 512
     """Memory in MiB that each training rank and each rank of an engine uses beside the model to send or receive
-    tensors, in two halves: one is filled while the other is sent. A larger tensor is sent alone."""
+    tensors: two buffers, of which one is filled while the other is sent, and a quarter for digests and conversions.
+    A larger tensor is sent alone."""
     host: str = ""
     """Address of the trainer's machine itself, at which engines connect to the training ranks. Empty: the address that
     it has on the route to the engines."""

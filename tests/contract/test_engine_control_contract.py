@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import orjson
 import pytest
 
 from tests.fakes.memory_engine_control import MemoryEngineControl
@@ -20,6 +21,7 @@ from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.engine import (
     LOADING,
     Adapter,
+    CannotReceive,
     EngineControl,
     EngineDead,
     EngineRefused,
@@ -31,6 +33,7 @@ from turnlog.infra.engine import (
     Transfer,
     TransferFailed,
 )
+from turnlog.infra.engine_plugin.order import UNSUITED
 from turnlog.infra.tensors.digests import bucket_digests
 from turnlog.infra.tensors.transfer import Receiver, TransferBroken
 from turnlog.infra.tensors.versions import fetch
@@ -356,6 +359,31 @@ async def test_resume_is_harmless_when_not_paused(control: EngineControl) -> Non
     await control.resume()
     await control.resume()
     assert await control.model_info()
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        (f"{UNSUITED}engines with several pipeline stages get weights through the store", "several pipeline stages"),
+        ("Input should be 'snapshot', 'reset_tensors' or 'checksum'", "pip install turnlog"),
+    ],
+)
+async def test_an_engine_that_receives_no_weights_from_training_ranks_says_why(message: str, cause: str) -> None:
+    """Answers as SGLang gives them, with the plugin and without it."""
+    body = orjson.dumps({"success": False, "message": message, "ranks": None})
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    control = SGLangControl(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    with pytest.raises(CannotReceive, match=cause):
+        await control.direct_ranks()
+    await control.close()
+    server.close()
+    await server.wait_closed()
 
 
 async def test_an_engine_that_is_not_there_is_unreachable_and_one_that_hangs_up_is_dead() -> None:

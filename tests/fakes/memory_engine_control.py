@@ -11,9 +11,11 @@ from pathlib import Path
 from turnlog.infra.engine import (
     CACHE,
     LOADING,
+    NO_PLUGIN,
     RELEASED,
     RELEASING,
     WEIGHTS,
+    CannotReceive,
     EngineDead,
     EngineError,
     EngineRefused,
@@ -88,6 +90,8 @@ class MemoryEngineControl:
 
     async def direct_ranks(self) -> int:
         self._alive()
+        if not self.ranks:
+            raise CannotReceive(NO_PLUGIN)
         return self.ranks
 
     async def receive(self, transfer: Transfer, *, timeout_s: float, released: bool = False) -> dict[str, str]:

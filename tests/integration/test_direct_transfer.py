@@ -72,6 +72,20 @@ def changed(model: Path, seed: int) -> Weights:
     }
 
 
+async def test_a_paused_engine_takes_no_core_from_those_that_send(controls: list[SGLangControl]) -> None:
+    """SGLang's own loop spins while it is paused, also with --sleep-on-idle."""
+    found = [each for each in psutil.Process().children(recursive=True) if each.name().startswith("sglang::sched")]
+    assert len(found) == len(controls)
+
+    def cpu_s() -> float:
+        return sum(each.cpu_times().user + each.cpu_times().system for each in found)
+
+    before, began = cpu_s(), time.monotonic()
+    while time.monotonic() - began < 2.0:
+        await controls[0].model_info()  # its HTTP server answers, so the scheduler is not woken
+    assert cpu_s() - before < 0.5 * (time.monotonic() - began), "two that spin take both cores of a small machine"
+
+
 async def logprobs(url: str) -> list[float]:
     engine = SGLang(url)
     request = Generate(rid=uuid.uuid4().hex, input_ids=[10, 20, 30], temperature=0.0, max_new_tokens=12)

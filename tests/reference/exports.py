@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests.reference.layouts import POLICY, layout, weights_of
 from turnlog.infra.tensors.digests import bucket_digests, bucket_offsets
 from turnlog.infra.tensors.files import SUFFIX, TensorSpec, places
-from turnlog.trainer.export import Of, WeightExport
+from turnlog.trainer.export import ExportedWeights, WeightExport
 from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.launch import layout_of, process_group
 from turnlog.trainer.learner import Learner
@@ -65,7 +65,7 @@ def digest_of(spec: TensorSpec, tensor: torch.Tensor) -> str:
     return bucket_digests([spec], bucket)[0]
 
 
-def alone(shape: ModelShape, options: LearnerOptions, of: Of) -> dict[str, torch.Tensor]:
+def alone(shape: ModelShape, options: LearnerOptions, of: ExportedWeights) -> dict[str, torch.Tensor]:
     """Return what one rank exports."""
     one = LearnerOptions(dtype=options.dtype, lora_rank=options.lora_rank, lora_alpha=options.lora_alpha)
     with process_group(), tempfile.TemporaryDirectory() as folder:
@@ -98,7 +98,7 @@ def main(names: list[str]) -> None:
     met = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
     for name in names:
         of_ranks, _, of = name.partition(":")
-        kind: Of = of or "merged"  # type: ignore[assignment]
+        kind: ExportedWeights = of or "merged"  # type: ignore[assignment]
         shape, options = layout(of_ranks)
         store = PrefixStore(name, met)
         with (

@@ -48,7 +48,7 @@ from turnlog.schemas.types import BlobRef
 from turnlog.trainer import ExportFailed, mcore
 from turnlog.trainer.checkpoints.places import RunBlobs, file_sha256
 from turnlog.trainer.checkpoints.state import LOOK_S, of_ranks, unwritten
-from turnlog.trainer.export import ExportBucket, Of, WeightExport
+from turnlog.trainer.export import ExportBucket, ExportedWeights, WeightExport
 
 log = logging.getLogger(__name__)
 AT_ONCE = 4
@@ -173,7 +173,7 @@ class Exports:
         self,
         export: WeightExport,
         folder: Path,
-        of: Of,
+        of: ExportedWeights,
         version: int,
         blobs: str,
         *,
@@ -186,7 +186,7 @@ class Exports:
         """
         stem, shard_bytes = (adapters.STEM, sys.maxsize) if of == "adapter" else (MODEL, shard_bytes)
         planned = shards([export.sent_by(sender) for sender in range(len(export.senders))], shard_bytes, stem)
-        own = set() if export.mine is None else {spec.name for spec in export.sent_by(export.mine)}
+        own = set() if export.own_sender is None else {spec.name for spec in export.sent_by(export.own_sender)}
         mine = [(name, specs) for name, specs in planned if specs[0].name in own]
         small = {**index_of(planned), **beside} if dist.get_rank() == 0 else {}
         names = [*small, *(name for name, _ in mine)]

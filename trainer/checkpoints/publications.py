@@ -31,7 +31,7 @@ from turnlog.trainer.checkpoints.cursor import Cursor
 from turnlog.trainer.checkpoints.exports import ExportedVersion, WeightDelta
 from turnlog.trainer.checkpoints.places import MEDIA
 from turnlog.trainer.checkpoints.state import LOOK_S
-from turnlog.trainer.export import Of
+from turnlog.trainer.export import ExportedWeights
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.weights import description
 
@@ -84,7 +84,9 @@ class Publications:
         """Return whether the ranks' frozen weights have these checksums."""
         return await self._call(Learner.checksums, "base") == tensors
 
-    async def begin(self, version: int, said: PublicationBuilder, of: Of = "merged") -> WeightVersionPublished:
+    async def begin(
+        self, version: int, said: PublicationBuilder, of: ExportedWeights = "merged"
+    ) -> WeightVersionPublished:
         """Begin to publish the weights that the ranks hold now, after publishing the previous version.
 
         Return the record that will be written, still without its files and checksums. Raises ExportFailed, and the

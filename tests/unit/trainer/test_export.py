@@ -30,7 +30,7 @@ from turnlog.trainer import CheckpointUnusable, mcore
 from turnlog.trainer.checkpoints.cursor import Cursor
 from turnlog.trainer.checkpoints.places import FolderPlace, StorePlace
 from turnlog.trainer.checkpoints.publications import version_event
-from turnlog.trainer.export import Of
+from turnlog.trainer.export import ExportedWeights
 from turnlog.trainer.families.shape import TINY
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
@@ -79,7 +79,7 @@ async def steps(tmp_path: Path, request: pytest.FixtureRequest) -> Steps:
 
 
 async def publish(
-    run: TrainedRun, learner: Learner, *, version: int, checkpoint: Path | None = None, of: Of = "merged"
+    run: TrainedRun, learner: Learner, *, version: int, checkpoint: Path | None = None, of: ExportedWeights = "merged"
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         written = learner.export_files(Path(folder), of)
