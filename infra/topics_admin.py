@@ -143,7 +143,10 @@ ACCESS: Mapping[str, Access] = {
     "index": Access(reads=INDEXED),
     "trace": Access(
         group=ConsumerGroup.TRACE,
-        consumes=(*AGENTS[:2], topics.TOOL_CALLS, topics.TOOL_RESULTS, topics.STEPS, topics.WEIGHTS, topics.ENGINES),
+        consumes=(
+            *(*AGENTS[:2], topics.TOOL_CALLS, topics.TOOL_RESULTS, topics.SAMPLES, topics.BATCHES),
+            *(topics.STEPS, topics.WEIGHTS, topics.ENGINES),
+        ),
         owner=TransactionalId.TRACE,
     ),
     "track": Access(reads=(topics.STEPS,)),

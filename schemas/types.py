@@ -125,3 +125,5 @@ class EngineEvent(RunEvent):
 
     engine_id: str
     url: str
+    kind: str = "sglang"
+    """Kind of the engine: sglang or vllm."""

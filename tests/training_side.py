@@ -10,7 +10,7 @@ from typing import Self
 
 import torch
 
-from turnlog.infra.engine import Transfer
+from turnlog.infra.engine_plugin.order import Transfer
 from turnlog.infra.tensors.digests import bucket_digests, bucket_offsets, bucket_tensors
 from turnlog.infra.tensors.files import CODES, TensorSpec
 from turnlog.infra.tensors.transfer import PlannedBucket, SenderGroup, TransferHost, TransferPlan

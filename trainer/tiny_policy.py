@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from turnlog.infra.embedded.servers import check_model
 from turnlog.infra.environments.sources import task_source, warm_start_of
@@ -31,6 +32,7 @@ LEARNING_RATE = 8e-4
 WARM_START_RATE = 3e-3
 """Learning rate of the warm start, for every tiny model: `[trainer] warm_start_steps` decides how far it goes."""
 """Learning rate for such a policy if [trainer] learning_rate is 0: a thousand times the rate for a full-size model."""
+VLLM_HEAD = 32
 Progress = Callable[[int, int, float], None]
 """Called with (steps taken, total steps, loss)."""
 
@@ -105,7 +107,7 @@ def _warm_start(chosen: TaskSource) -> WarmStart:
 def _base(start: WarmStart, settings: Settings, tokenizer: Path, folder: Path) -> None:
     from turnlog.trainer.warm_start import make_base
 
-    make_base(_shape(start, tokenizer), tokenizer, folder, seed=settings.trainer.warm_start_seed)
+    make_base(_shape(start, settings, tokenizer), tokenizer, folder, seed=settings.trainer.warm_start_seed)
 
 
 def _warm(start: WarmStart, settings: Settings, folder: Path, progress: Progress) -> None:
@@ -126,15 +128,22 @@ def _warm(start: WarmStart, settings: Settings, folder: Path, progress: Progress
     )
 
 
-def _shape(start: WarmStart, folder: Path) -> ModelShape:
-    (folder / "config.json").write_text(json.dumps(start.model.config()))
+def _shape(start: WarmStart, settings: Settings, folder: Path) -> ModelShape:
+    (folder / "config.json").write_text(json.dumps(_config(start, settings)))
     return read_shape(folder)
+
+
+def _config(start: WarmStart, settings: Settings) -> dict[str, Any]:
+    """Return the model's config.json. vLLM's attention on a CPU has no heads narrower than VLLM_HEAD."""
+    config, engine = start.model.config(), settings.engine
+    on_vllm = "vllm" in (engine.kind, *engine.kinds) and engine.device == "cpu"
+    return config | ({"head_dim": max(VLLM_HEAD, config["head_dim"])} if on_vllm else {})
 
 
 def _key(start: WarmStart, settings: Settings, *, steps: int) -> str:
     trainer = settings.trainer
     demonstrations = [dataclasses.asdict(one) for one in itertools.islice(start.demonstrations(0), 8)]
-    about = [FORMAT, start.model.config(), demonstrations, trainer.warm_start_seed, steps, WARM_START_RATE]
+    about = [FORMAT, _config(start, settings), demonstrations, trainer.warm_start_seed, steps, WARM_START_RATE]
     return hashlib.sha256(canonical_text(about, spaces=True).encode()).hexdigest()[:12]
 
 

@@ -35,7 +35,7 @@ from starlette.routing import Route
 
 from tests.fakes.memory_engine import MemoryEngine
 from tests.fakes.memory_engine_control import MemoryEngineControl
-from turnlog.infra.engine import UNLABELLED, EngineRefused, Generate, OutputChunk
+from turnlog.infra.engines.protocol import UNLABELLED, EngineRefused, Generate, OutputChunk
 from turnlog.producers.gateway.prompts import TextTokens
 
 CALL = '<tool_call>{{"name":"calc","arguments":{{"expr":"{}"}}}}</tool_call>'

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from turnlog.consumers.loader.engine_status import EngineStatus
-from turnlog.infra.engine import CannotReceive, EngineControl, EngineDead, EngineRefused, TransferFailed
 from turnlog.infra.engine_plugin.order import Transfer
+from turnlog.infra.engines.protocol import CannotReceive, EngineControl, EngineDead, EngineRefused, TransferFailed
 from turnlog.infra.roles.role import Role
 from turnlog.infra.tensors.versions import DigestMismatch, Timer, check_names
 from turnlog.schemas.events import EngineWeightsAwaited, WeightTransferBegun, WeightVersionPublished

@@ -15,7 +15,7 @@ from typing import Any
 from prometheus_client import Gauge
 
 from turnlog.consumers.loader import EngineSwapFailed
-from turnlog.infra.engine import UNLABELLED, EngineDead, ModelInfo
+from turnlog.infra.engines.protocol import UNLABELLED, EngineDead, ModelInfo
 from turnlog.infra.log import Partition, Reached, Reader, Transactor
 from turnlog.infra.roles.role import Role
 from turnlog.names import ConsumerGroup, TransactionalId
@@ -53,8 +53,8 @@ class EngineStatus:
     """Committed position up to which the engine's weights are known to be loaded."""
     _transactor: Transactor
 
-    def __init__(self, role: Role, engine_id: str, url: str) -> None:
-        self._role, self.engine_id, self.url = role, engine_id, url
+    def __init__(self, role: Role, engine_id: str, url: str, kind: str = "sglang") -> None:
+        self._role, self.engine_id, self.url, self.kind = role, engine_id, url, kind
         self.version = -1
         self.base_version: int | None = None
         """Version of the engine's own weights if `version` is an adapter, else None."""
@@ -169,6 +169,7 @@ class EngineStatus:
             run_id=self._role.settings.run.id,
             engine_id=self.engine_id,
             url=self.url,
+            kind=self.kind,
             version=self.version,
             **{"state": self._state} | more,
         )

@@ -32,14 +32,14 @@ from pathlib import Path
 from turnlog.consumers.loader import EngineSwapFailed, NoSuchEngine
 from turnlog.consumers.loader.engine_status import PARTITION, REQUESTED, SAID, TRANSFERRED, EngineStatus
 from turnlog.consumers.loader.swap import Swap
-from turnlog.infra.engine import (
+from turnlog.infra.engines.kinds import control_engine
+from turnlog.infra.engines.protocol import (
     EngineControl,
     EngineDead,
     EngineError,
     EngineRefused,
     EngineUnreachable,
     ModelInfo,
-    SGLangControl,
 )
 from turnlog.infra.history import assign_from_start, caught_up
 from turnlog.infra.log import Commit, Partition, Reader
@@ -80,6 +80,8 @@ class NamedEngine:
     """Address at which the loader and every gateway reach the engine."""
     alone: bool
     """True if the engine runs beside its loader and stops together with it; False if another process supervises it."""
+    kind: str = "sglang"
+    """sglang | vllm"""
 
 
 def engine_of(settings: Settings, env: Mapping[str, str]) -> NamedEngine:
@@ -96,14 +98,16 @@ def engine_of(settings: Settings, env: Mapping[str, str]) -> NamedEngine:
         if not url.startswith(("http://", "https://")):
             raise NoSuchEngine(f"TURNLOG_ENGINE_URL must be http://host:port as gateways reach it, got {url!r}")
         watched = env.get("TURNLOG_ENGINE_ID", "")
-        return NamedEngine(watched or env.get("TURNLOG_INSTANCE") or socket.gethostname(), url, alone=not watched)
+        name = watched or env.get("TURNLOG_INSTANCE") or socket.gethostname()
+        return NamedEngine(name, url, alone=not watched, kind=settings.engine.kind_of(name))
     urls, number = settings.engine.urls, index or "0"
     if not (number.isascii() and number.isdecimal() and int(number) < len(urls)):
         raise NoSuchEngine(
             f"there is no engine {number}: [engine] urls and endpoints.json name {len(urls)}; TURNLOG_ENGINE_INDEX "
             "chooses one of them, TURNLOG_ENGINE_URL names one that is in neither"
         )
-    return NamedEngine(f"engine-{int(number)}", urls[int(number)], alone=False)
+    name = f"engine-{int(number)}"
+    return NamedEngine(name, urls[int(number)], alone=False, kind=settings.engine.kind_of(name))
 
 
 def update_of(settings: Settings) -> str:
@@ -124,9 +128,9 @@ async def main(role: Role) -> None:
     log.info("running requests switch to new weights by %s", update)
     adapters = role.settings.trainer.publish == "adapter"
     ca_file = role.settings.engine.ca_file
-    control = SGLangControl(engine.url, ca_file=ca_file, update=update, adapters=adapters)
+    control = control_engine(engine.url, engine.kind, ca_file=ca_file, update=update, adapters=adapters)
     try:
-        await Loader(role, control, engine.id, engine.url, drains=engine.alone).run()
+        await Loader(role, control, engine.id, engine.url, kind=engine.kind, drains=engine.alone).run()
     finally:
         await control.close()
 
@@ -136,10 +140,19 @@ class Loader:
 
     _swap: Swap
 
-    def __init__(self, role: Role, control: EngineControl, engine_id: str, url: str, *, drains: bool = False) -> None:
+    def __init__(
+        self,
+        role: Role,
+        control: EngineControl,
+        engine_id: str,
+        url: str,
+        *,
+        kind: str = "sglang",
+        drains: bool = False,
+    ) -> None:
         """`drains`: whether the engine stops taking turns when the loader stops."""
         self._role, self._control, self._url = role, control, url
-        self._status = EngineStatus(role, engine_id, url)
+        self._status = EngineStatus(role, engine_id, url, kind)
         self._dropped = 0
         self._heard = time.monotonic()
         """Monotonic time of the engine's last answer."""
@@ -243,10 +256,15 @@ class Loader:
 
     async def _idle(self, within_s: float) -> bool:
         """Wait at most `within_s` until nothing runs on the engine. Return whether that was reached."""
-        looks, deadline = 0, time.monotonic() + within_s
+        looks, refused, deadline = 0, False, time.monotonic() + within_s
         while looks < IDLE_LOOKS and time.monotonic() < deadline:
             self._beat()
-            looks = 0 if await self._control.under_way() else looks + 1
+            try:
+                looks = 0 if await self._control.under_way() else looks + 1
+            except EngineRefused as error:  # it counts as busy, so that what may run gets its time
+                if not refused:
+                    log.warning("%s", error)
+                refused = True
             if self._role.stopping.is_set():
                 return False
             await asyncio.sleep(DRAIN_LOOK_S)
@@ -362,7 +380,7 @@ class Loader:
             return
         except EngineRefused as error:
             await self._status.report_gone(error)
-            raise EngineSwapFailed(f"{self._url} refuses /model_info") from error
+            raise EngineSwapFailed(f"{self._url} refuses to name its weights") from error
         except EngineDead as error:
             self._dropped += 1
             if self._dropped >= DROPPED_PROBES or isinstance(error, EngineUnreachable):
@@ -384,7 +402,7 @@ class Loader:
 
     async def _unheard(self) -> None:
         """Report the engine as silent, and the next time as gone. Raises EngineSwapFailed when it is gone."""
-        error = EngineDead(f"{self._url} is silent: no answer to GET /model_info in {self._bound_s:g} s")
+        error = EngineDead(f"{self._url} is silent: no answer in {self._bound_s:g} s")
         if self._status.silent:
             await self._status.report_gone(error)
             raise EngineSwapFailed(str(error))

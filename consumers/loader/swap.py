@@ -32,7 +32,7 @@ from prometheus_client import Counter
 from turnlog.consumers.loader.direct import DirectLoads
 from turnlog.consumers.loader.engine_status import EngineStatus
 from turnlog.infra.blobs import BlobError
-from turnlog.infra.engine import EngineControl, EngineDead, EngineRefused, TransferFailed
+from turnlog.infra.engines.protocol import EngineControl, EngineDead, EngineRefused, TransferFailed
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role
 from turnlog.infra.tensors.fits import check_fits, model_shapes

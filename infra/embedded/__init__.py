@@ -23,6 +23,7 @@ EmbeddedError
 │   ├── RoleDied
 │   └── SupervisorDied
 ├── NotReady           a server runs and did not become ready in time
+├── TooFewDevices      an engine is to take GPUs that CUDA_VISIBLE_DEVICES does not show
 ├── ModelMissing       [model] path does not hold a Hugging Face model
 ├── AlreadyUp          the run has a live supervisor
 └── NotUp              the run has no live supervisor
@@ -108,6 +109,10 @@ class EngineDied(ServerDied):
 
 class NotReady(EmbeddedError):
     """The process runs but was not ready in time."""
+
+
+class TooFewDevices(EmbeddedError):
+    """Remedy: lower [engine] count, gpus or first_gpu, or show more GPUs."""
 
 
 class ModelMissing(EmbeddedError):

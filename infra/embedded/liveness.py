@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from turnlog.infra.embedded.ports import HOST
-from turnlog.infra.engine import RELEASED
+from turnlog.infra.engines.protocol import RELEASED
 from turnlog.infra.roles.http_clients import fetch_json, got
 
 LOOK_S = 2.0
@@ -129,6 +129,12 @@ def _broker_says(port: int, *requests: bytes) -> bytes:
 def http_answers(url: str) -> bool:
     """Whether an HTTP server answers GET, with whatever status."""
     return _status(url, LOOK_S) > 0
+
+
+def steps(url: str) -> bool:
+    """Whether a vLLM engine's scheduler answers: its HTTP server alone would answer /health, also while the scheduler
+    hangs."""
+    return is_well(f"{url}/weight_info", timeout_s=GENERATION_LOOK_S)
 
 
 def generates(url: str) -> bool:

@@ -21,7 +21,8 @@ from turnlog.infra.embedded import EmbeddedError
 from turnlog.infra.embedded.plan import LaunchPlan
 from turnlog.infra.embedded.process import cause_of
 from turnlog.infra.embedded.supervisor import ChildState, Failure, Supervisor, Watched
-from turnlog.infra.engine import EngineError, SGLangControl
+from turnlog.infra.engines.kinds import control_engine
+from turnlog.infra.engines.protocol import EngineError
 from turnlog.infra.history import assign_from_start, caught_up
 from turnlog.infra.log import LogError, Partition, Reader
 from turnlog.infra.registry import RegistryError
@@ -126,7 +127,7 @@ class OnLog:
         """Request as many hosted engines as the load needs."""
         hosted = fleet.hosted_engines()
         serving = [engine for engine in hosted if engine.state == SERVING]
-        loads = await self._loads([engine.url for engine in serving])
+        loads = await self._loads(serving)
         self._looked_at = time.monotonic()
         count = autoscale.look(self._looked_at, hosted=len(hosted), serving=len(loads), under_way=sum(loads))
         if count != len(hosted):
@@ -135,18 +136,18 @@ class OnLog:
             changes = [(name, "", wanted) for name, wanted in fleet.plan_scaling(count)]
             await requests.ask(role, fleet, changes, by=AUTOSCALE, reason=reason)
 
-    async def _loads(self, urls: Sequence[str]) -> list[int]:
+    async def _loads(self, engines: Sequence[FleetEngine]) -> list[int]:
         """Return the number of requests at each engine that answers."""
 
-        async def count_requests(url: str) -> int:
-            control = SGLangControl(url, ca_file=self._settings.engine.ca_file)
+        async def count_requests(engine: FleetEngine) -> int:
+            control = control_engine(engine.url, engine.kind, ca_file=self._settings.engine.ca_file)
             try:
                 async with asyncio.timeout(LOOK_S):
                     return await control.under_way()
             finally:
                 await control.close()
 
-        found = await asyncio.gather(*map(count_requests, urls), return_exceptions=True)
+        found = await asyncio.gather(*map(count_requests, engines), return_exceptions=True)
         for error in found:
             if isinstance(error, BaseException) and not isinstance(error, EngineError | TimeoutError):
                 raise error
@@ -164,14 +165,19 @@ class OnLog:
                 self._asked_at.pop(engine.id, None)
                 if engine.wanted and not runs and engine.id not in self._stopping:
                     self._start(engine)
+                elif runs and not engine.hosted and self._plan.registered_kind(engine.id) != engine.wanted_kind:
+                    log.info("%s was registered as another kind: its loader starts again", engine.id)
+                    self._stop(engine)
             elif runs and engine.has_left:
+                log.info("%s has left: %s", engine.id, engine.cause or "it never reported a state")
                 self._stop(engine)
             elif engine.state not in (GONE, "") and ((engine.hosted and not runs) or self._overdue(engine)):
                 await self._give_up(role, fleet, engine)
 
     def _start(self, engine: FleetEngine) -> None:
         try:
-            members = self._plan.join(engine.id, "" if engine.hosted else engine.url)
+            url, kind = ("", "") if engine.hosted else (engine.url, engine.wanted_kind)
+            members = self._plan.join(engine.id, url, kind)
         except EmbeddedError as error:
             log.error("%s was requested but cannot be started: %s", engine.id, error)
             return
@@ -180,7 +186,6 @@ class OnLog:
         self._told()
 
     def _stop(self, engine: FleetEngine) -> None:
-        log.info("%s has left: %s", engine.id, engine.cause or "it never reported a state")
         names = self._plan.leave(engine.id)
         task = self._stopping[engine.id] = asyncio.create_task(self._supervisor.remove(*names))
         task.add_done_callback(lambda _: self._stopping.pop(engine.id))
@@ -207,7 +212,8 @@ class OnLog:
         run_id = role.settings.run.id
         event = EngineGone(
             event_id=digest("EngineGone", run_id, engine.id, "supervisor", time.time_ns()),
-            run_id=run_id, engine_id=engine.id, url=engine.url, state=GONE, version=engine.version, cause=cause,
+            run_id=run_id, engine_id=engine.id, url=engine.url, kind=engine.kind, state=GONE, version=engine.version,
+            cause=cause,
         )  # fmt: skip
         await role.events.append(event)
         fleet.apply(event)

@@ -24,6 +24,7 @@ from turnlog.infra.embedded.liveness import (
     http_answers,
     is_well,
     role_loops,
+    steps,
 )
 from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, free_ports
 from turnlog.infra.embedded.process import Launch
@@ -90,19 +91,20 @@ def engine_member(settings: Settings, name: str, port: int = 0) -> tuple[Member,
         log=log_of(settings, name),
         port=port,
         name=name,
-        seed=int(name.rpartition("-")[2]) + 1,
         lora_rank=lora_rank_of(settings),
         served=ServedNote.of(settings.run.directory, settings.run.id, name),
     )
-    launch = dataclasses.replace(engine.launch(), liveness=_generating(engine.url, settings))
+    launch = dataclasses.replace(engine.launch(), liveness=_generating(engine, settings))
     return Member(launch=launch, deaths=ENGINE_DEATHS, often=settings.liveness.deaths, tier=ON_LOG), engine.url
 
 
-def _generating(url: str, settings: Settings) -> Liveness:
+def _generating(engine: EngineServer, settings: Settings) -> Liveness:
     """Return the liveness check of an engine, which allows for a weight update, during which it generates nothing."""
     bound_s = settings.liveness.engine_s
     within_s = bound_s and bound_s + settings.loader.timeout_s
-    return Liveness(look=answering(partial(generates, url)), within_s=within_s)
+    return Liveness(
+        look=answering(partial(steps if engine.kind == "vllm" else generates, engine.url)), within_s=within_s
+    )
 
 
 def role_member(
@@ -133,9 +135,11 @@ def role_member(
     )
 
 
-def loaders_own(engine: str, url: str) -> dict[str, str]:
-    """Return the environment by which a loader knows its engine."""
-    return {"TURNLOG_ENGINE_ID": engine, "TURNLOG_ENGINE_URL": url}
+def loaders_own(engine: str, url: str, kind: str = "") -> dict[str, str]:
+    """Return the environment by which a loader knows its engine; a `kind` replaces what the settings say of its
+    name."""
+    of_kind = {"TURNLOG_ENGINE_KIND": kind, "TURNLOG_ENGINE_KINDS": ""} if kind else {}
+    return {"TURNLOG_ENGINE_ID": engine, "TURNLOG_ENGINE_URL": url} | of_kind
 
 
 def role_liveness(health: str, bounds: LivenessSettings) -> Liveness:
@@ -192,6 +196,8 @@ class LaunchPlan:
         self._with_loaders = "loader" in roles
         self._urls: dict[str, str] = {}
         """Engine -> address; empty if only its loader knows it."""
+        self._kinds: dict[str, str] = {}
+        """Engine -> the kind with which it was registered."""
         self._held: dict[str, str] = {}
         """Engine on Ray -> health address of the local process that owns it."""
         reads = tuple(roles) == READING
@@ -225,10 +231,13 @@ class LaunchPlan:
             (f"engine-{each}", urls[each] if urls else "") for each in range(len(urls) or self._settings.engine.count)
         ]
 
-    def join(self, engine_id: str, url: str) -> list[Member]:
+    def join(self, engine_id: str, url: str, kind: str = "") -> list[Member]:
         """Add an engine to a running run; return its members: its loader and, if `url` is empty, the engine itself. For
-        an engine on Ray this is the local process that owns both. Raises NotInstalled, ModelMissing, PortTaken."""
+        an engine on Ray this is the local process that owns both. `kind`: that with which it was registered. Raises
+        NotInstalled, ModelMissing, PortTaken."""
         members = []
+        if kind:
+            self._kinds[engine_id] = kind
         if url:
             self._urls[engine_id] = url
         else:
@@ -243,7 +252,7 @@ class LaunchPlan:
     def leave(self, engine_id: str) -> tuple[str, str]:
         """Remove an engine; return the names of its loader's and its own member."""
         slot = RoleProcess.loader(engine_id)
-        for known in (self._urls, self._held):
+        for known in (self._urls, self._held, self._kinds):
             known.pop(engine_id, None)
         for name in (slot.name, engine_id):
             self.endpoints.health.pop(name, None)
@@ -253,6 +262,10 @@ class LaunchPlan:
     def has(self, engine_id: str) -> bool:
         """Whether the engine is part of the plan."""
         return engine_id in self._urls
+
+    def registered_kind(self, engine_id: str) -> str:
+        """Return the kind with which the engine was registered; empty if the settings tell it."""
+        return self._kinds.get(engine_id, "")
 
     def on_ray(self, engine_id: str) -> bool:
         """Whether Ray has placed the engine: its loader runs beside it and reports its address."""
@@ -366,7 +379,7 @@ class LaunchPlan:
                 counts.pop(role, None)
         if not self._settings.alerts.urls:
             counts.pop("alerts", None)
-        if self._settings.trainer.launcher == "torchrun":
+        if self._settings.trainer.launcher == "torchrun" or self._settings.trainer.kind == "external":
             counts.pop("trainer", None)
         found = []
         for role, count in counts.items():
@@ -387,7 +400,7 @@ class LaunchPlan:
         if slot.role == "dashboard":
             env["TURNLOG_DASHBOARD_PORT"] = port_of(self.endpoints.dashboard)
         if slot.role == "loader":
-            env |= loaders_own(slot.engine, self._urls[slot.engine])
+            env |= loaders_own(slot.engine, self._urls[slot.engine], self.registered_kind(slot.engine))
         after = self._there(*self._brokers, "store", "registry", "topics")
         return role_member(self._settings, slot, self.endpoints.health[slot.name], env, after=after)
 

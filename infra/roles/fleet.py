@@ -8,20 +8,24 @@ FleetError
 ├── NotHosted       no supervisor starts engines of this run: they are the user's own
 ├── TakesTurns      the engines share the trainer's devices, so their number is fixed for the run
 ├── BadAddress      not http(s)://host:port
+├── BadKind         no kind of engine, or one that lacks what the settings need
 ├── BadEngineName         not a valid engine name
 └── NameTaken       an engine of this name serves at another address
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
+from typing import cast, get_args
 from urllib.parse import urlsplit
 
 from turnlog.infra.history import all_events
 from turnlog.infra.roles.role import Role
 from turnlog.processors.core.views.fleet import GONE, OPERATOR, SERVING, SILENT, Fleet, FleetEngine
 from turnlog.schemas.topics import ENGINE_REQUESTS, ENGINES
+from turnlog.settings import EngineKind, Settings, SettingsError, check_kinds
 
 ADDRESS = re.compile(r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?/?", re.ASCII)
 NAME = re.compile(r"[A-Za-z0-9\[][\w.:\]-]{0,199}", re.ASCII)
@@ -46,6 +50,10 @@ class TakesTurns(FleetError):
 
 class BadAddress(FleetError):
     """Remedy: give the address at which gateways reach the engine."""
+
+
+class BadKind(FleetError):
+    """Remedy: register the engine as the kind that it is, or change the setting that the message names."""
 
 
 class BadEngineName(FleetError):
@@ -85,9 +93,10 @@ async def scale(role: Role, count: int, *, reason: str = "") -> list[FleetEngine
     return await ask(role, found, changes, by=OPERATOR, reason=reason)
 
 
-async def register(role: Role, url: str, *, name: str = "", reason: str = "") -> FleetEngine:
+async def register(role: Role, url: str, *, name: str = "", kind: str = "", reason: str = "") -> FleetEngine:
     """Register an engine that runs at `url`. Its name is that of the engine known at this address, else `name`, else
-    HOST:PORT. Raises BadAddress, BadEngineName, NameTaken, LogUnavailable."""
+    HOST:PORT. Its kind is `kind`, else that with which this address was registered before, else what the settings say.
+    Raises BadAddress, BadEngineName, BadKind, NameTaken, LogUnavailable."""
     if not _is_address(url):
         raise BadAddress(f"an engine's address must be http://host:port as gateways reach it, got {url[:200]!r}")
     if name and not NAME.fullmatch(name):
@@ -95,6 +104,8 @@ async def register(role: Role, url: str, *, name: str = "", reason: str = "") ->
             "an engine's name must have 1 to 200 letters, digits and . _ : - and begin with a letter or a digit, got "
             f"{name[:200]!r}"
         )
+    if kind:
+        _check_kind(role.settings, kind)
     found, url = await read(role), url.rstrip("/")
     known = found.find_engine(url)
     engine_id = known.id if known is not None else name or urlsplit(url).netloc
@@ -104,8 +115,22 @@ async def register(role: Role, url: str, *, name: str = "", reason: str = "") ->
             f"engine {engine_id!r} is at {other.url or 'an address of its own (hosted)'}: register {url} under "
             f"another name, or drain the other one first (`turnlog engines drain {engine_id}`)"
         )
-    (asked,) = await ask(role, found, [(engine_id, url, SERVING)], by=OPERATOR, reason=reason)
+    if kind and known is not None and known.hosted and not known.leaving:
+        raise BadKind(f"engine {known.id!r} is hosted: [engine] kind and kinds say what kind it is")
+    kind = kind or (known.wanted_kind if known is not None else "")
+    (asked,) = await ask(role, found, [(engine_id, url, SERVING)], by=OPERATOR, reason=reason, kind=kind)
     return asked
+
+
+def _check_kind(settings: Settings, kind: str) -> None:
+    """Raise BadKind if there is no such kind, or if it lacks a feature that the settings need."""
+    if kind not in get_args(EngineKind):
+        raise BadKind(f"an engine's kind must be {' or '.join(get_args(EngineKind))}, got {kind[:200]!r}")
+    engine = dataclasses.replace(settings.engine, kind=cast(EngineKind, kind), kinds=())
+    try:
+        check_kinds(dataclasses.replace(settings, engine=engine), f"an engine of kind {kind}")
+    except SettingsError as error:
+        raise BadKind(str(error)) from error
 
 
 def _is_address(url: str) -> bool:
@@ -130,13 +155,13 @@ async def drain(role: Role, name: str, *, reason: str = "") -> FleetEngine:
 
 
 async def ask(
-    role: Role, fleet: Fleet, wanted: Sequence[tuple[str, str, str]], *, by: str, reason: str = ""
+    role: Role, fleet: Fleet, wanted: Sequence[tuple[str, str, str]], *, by: str, reason: str = "", kind: str = ""
 ) -> list[FleetEngine]:
-    """Append a request for each (engine, address, serving | gone) and apply it to `fleet`; return those engines as they
-    are afterwards."""
+    """Append a request for each (engine, address, serving | gone), with `kind`, and apply it to `fleet`; return those
+    engines as they are afterwards."""
     run_id = role.settings.run.id
     for engine_id, url, state in wanted:
-        event = fleet.request(engine_id, state, run_id=run_id, by=by, url=url, reason=reason)
+        event = fleet.request(engine_id, state, run_id=run_id, by=by, url=url, reason=reason, kind=kind)
         await role.events.append(event)
         fleet.apply(event)
     return [fleet.engines[engine_id] for engine_id, _, _ in wanted]

@@ -73,6 +73,13 @@ def direct(*, verify: ssl.SSLContext | None = None, **options: Any) -> httpx.Asy
     return httpx.AsyncClient(transport=transport, **options)
 
 
+def direct_blocking(*, verify: ssl.SSLContext | None = None, **options: Any) -> httpx.Client:
+    """Create a blocking client, as `direct` does."""
+    import httpx
+
+    return httpx.Client(transport=httpx.HTTPTransport(verify=verify or _authorities(), limits=_limits()), **options)
+
+
 def _limits() -> httpx.Limits:
     import httpx
 

@@ -1,14 +1,16 @@
-"""The spans of a run: sessions with their turns, engine requests, tool calls and sandboxes; optimizer steps; weight
-versions.
+"""The spans of a run: sessions with their turns, engine requests, tool calls and sandboxes, their rewards and the
+batches that train them; draws; optimizer steps; weight versions.
 
 Ids are digests of event ids, and times are those of records, so that every process and every replay produces the same
 spans. The trace id of a session is the digest of its session_id. Names and attributes follow OpenTelemetry's semantic
-conventions for generative AI, where these define any. Spans contain nothing that an agent or a tool wrote.
+conventions for generative AI, where these define any, and the proposal for reinforcement learning (`rl.*`,
+open-telemetry/semantic-conventions-genai issue 88). Spans contain nothing that an agent or a tool wrote.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import orjson
@@ -16,10 +18,13 @@ import orjson
 from turnlog.infra.log import Partition
 from turnlog.processors.core.views.progress import ANNOUNCED
 from turnlog.schemas.events import (
+    BatchSkipped,
     EngineWeightsLoaded,
     EngineWeightsRefused,
     Event,
+    GroupScored,
     Outcome,
+    SampleBatchFormed,
     SessionAdopted,
     SessionFinished,
     SessionStarted,
@@ -129,8 +134,13 @@ class Traces:
 
     def take(self, place: Partition, offset: int, at_ms: int, event: Event) -> list[TraceSpan]:
         """Fold one record, whose payloads must be inline. Return the spans that need no other record."""
-        if isinstance(event, StepCompleted | WeightVersionPublished | EngineWeightsLoaded | EngineWeightsRefused):
-            return [span for span in _of_the_loop(at_ms, event) if is_sampled(span.trace_id, self._ratio)]
+        match event:
+            case StepCompleted() | WeightVersionPublished() | EngineWeightsLoaded() | EngineWeightsRefused():
+                return self._keep_sampled(_of_the_loop(at_ms, event))
+            case GroupScored():
+                return self._keep_sampled(_rewards(at_ms, event))
+            case SampleBatchFormed() | BatchSkipped():
+                return self._keep_sampled(_of_a_draw(at_ms, event))
         if event.session_id not in self._told and is_sampled(trace_of("session", event.session_id), self._ratio):
             session = self._sessions.setdefault(event.session_id, _Session(self._round))
             session.since.setdefault(place, offset)
@@ -165,6 +175,9 @@ class Traces:
         """Number of sessions whose spans have not been emitted."""
         return len(self._sessions)
 
+    def _keep_sampled(self, spans: Iterator[TraceSpan]) -> list[TraceSpan]:
+        return [span for span in spans if is_sampled(span.trace_id, self._ratio)]
+
     def _fold(self, session: _Session, at_ms: int, event: Event) -> None:
         match event:
             case SessionStarted() if session.started is None:
@@ -192,6 +205,9 @@ def _of_the_loop(at_ms: int, event: Event) -> Iterator[TraceSpan]:
                 sum(event.seconds.values()),
                 {"turnlog.run": event.run_id, "turnlog.batch_index": event.batch_index, "turnlog.step": event.step,
                  "turnlog.incarnation": event.incarnation, "turnlog.trained_tokens": event.trained_tokens,
+                 "turnlog.lag_max": event.lag_max, "rl.loop.iteration": event.step,
+                 "rl.train.tokens": event.trained_tokens, "rl.train.loss": event.loss,
+                 "rl.environment.reward.mean": event.reward_mean,
                  **{f"turnlog.seconds.{phase}": seconds for phase, seconds in sorted(event.seconds.items())}},
                 "the gradient is not finite" if event.skipped else "",
             )  # fmt: skip
@@ -203,7 +219,8 @@ def _of_the_loop(at_ms: int, event: Event) -> Iterator[TraceSpan]:
                 at_ms, 0.0,
                 {"turnlog.run": event.run_id, "turnlog.weight_version": event.version, "turnlog.step": event.step,
                  "turnlog.batch_index": event.batch_index, "turnlog.incarnation": event.incarnation,
-                 "turnlog.transport": event.transport},
+                 "turnlog.transport": event.transport, "rl.loop.iteration": event.step, "rl.sync.source": "trainer",
+                 **({"rl.sync.bytes": sum(file.blob.size for file in event.files)} if event.files else {})},
             )  # fmt: skip
         case EngineWeightsLoaded():
             yield _swap(at_ms, event, event.version, event.seconds, "")
@@ -230,14 +247,65 @@ def _swap(
         trace_of("weights", event.run_id, version), span_of(event.event_id), _publication(event, version),
         "swap weights", at_ms, sum(seconds.values()),
         {"turnlog.run": event.run_id, "turnlog.weight_version": version, "turnlog.engine": event.engine_id,
+         "rl.sync.source": "trainer", "rl.sync.destination": event.engine_id,
          **{f"turnlog.seconds.{phase}": took_s for phase, took_s in sorted(seconds.items())}}, error,
     )  # fmt: skip
+
+
+def _rewards(at_ms: int, event: GroupScored) -> Iterator[TraceSpan]:
+    """Yield a span for each rollout of a scored group, in the trace of its session: its reward and advantage, or why it
+    has none, and whether its group is trained, or why not."""
+    for rollout in event.rollouts:
+        attributes: dict[str, Value] = {
+            "turnlog.run": event.run_id, "turnlog.group": event.group_id, "turnlog.group.size": len(event.rollouts),
+            "turnlog.group.status": event.status.value, "turnlog.estimator": event.estimator,
+        }  # fmt: skip
+        optional = {
+            "rl.reward.score": rollout.reward, "turnlog.advantage": rollout.advantage,
+            "turnlog.excluded_reason": rollout.excluded_reason, "turnlog.group.reason": event.reason or None,
+        }  # fmt: skip
+        attributes |= {name: value for name, value in optional.items() if value is not None}
+        yield _span(
+            trace_of("session", rollout.session_id), span_of(event.event_id, rollout.session_id),
+            _root(rollout.session_id), "rl.reward", at_ms, 0.0, attributes,
+        )  # fmt: skip
+
+
+def _of_a_draw(at_ms: int, event: SampleBatchFormed | BatchSkipped) -> Iterator[TraceSpan]:
+    """Yield the span of a batch or of a skipped draw, a trace of its own, and a span for each session that the batch
+    trains, in the session's trace."""
+    dropped = Counter(sample.reason for sample in event.dropped)
+    common: dict[str, Value] = {
+        "turnlog.run": event.run_id, "turnlog.batch_index": event.batch_index, "turnlog.draw_index": event.draw_index,
+    }  # fmt: skip
+    own: dict[str, Value] = {f"turnlog.dropped.{reason}": count for reason, count in sorted(dropped.items())}
+    own |= {f"turnlog.masked.{reason}": count for reason, count in sorted(event.masked.items())}
+    if isinstance(event, SampleBatchFormed):
+        common |= {
+            "rl.train.batch_size": len(event.samples), "turnlog.weight_version.trainer": event.trainer_version,
+            "turnlog.lag_max": event.max_lag,
+        }  # fmt: skip
+        own |= {"turnlog.trained_tokens": event.trained_tokens, "turnlog.trajectories": event.trajectories}
+        tokens: Counter[str] = Counter()
+        for row in event.samples:
+            tokens[row.session_id] += row.trained_tokens
+        for session_id, trained in tokens.items():
+            yield _span(
+                trace_of("session", session_id), span_of(event.event_id, session_id), _root(session_id), "rl.train",
+                at_ms, 0.0, {**common, "turnlog.trained_tokens": trained},
+            )  # fmt: skip
+    yield _span(trace_of("draw", event.event_id), span_of(event.event_id), "", "draw", at_ms, 0.0, common | own)
+
+
+def _root(session_id: str) -> str:
+    """Return the id of a session's root span. The event id of a SessionStarted is derived from the session's."""
+    return span_of(digest("SessionStarted", session_id))
 
 
 def _of_a_turn(at_ms: int, event: TurnCompleted) -> Iterator[TraceSpan]:
     """Yield the span of the turn as the gateway saw it, and within it that of the engine."""
     trace, own = trace_of("session", event.session_id), span_of(event.event_id)
-    parent = span_of(digest("SessionStarted", event.session_id))
+    parent = _root(event.session_id)
     said = "" if not event.aborted else f"aborted: {event.finish_reason.value}"
     yield _span(
         trace, own, parent, "turn", at_ms, event.total_s,
@@ -268,21 +336,29 @@ def _tree(session: _Session) -> Iterator[TraceSpan]:
     assert session.finished is not None
     (began_ms, started), (at_ms, finished, _) = session.started, session.finished
     trace, root = trace_of("session", started.session_id), span_of(started.event_id)
+    turns = {turn: session.turns[turn] for turn in session.finished_turns()}
     yield _span(
         trace, root, "", f"invoke_agent {started.agent.name}", at_ms, (at_ms - began_ms) / 1000,
         {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": started.agent.name,
          "gen_ai.conversation.id": started.session_id, "turnlog.run": started.run_id, "turnlog.recipe": started.recipe,
          "turnlog.group": started.group_id, "turnlog.rollout": started.rollout_id, "turnlog.attempt": started.attempt,
-         "turnlog.purpose": started.purpose.value, "turnlog.outcome": finished.outcome.value},
+         "turnlog.purpose": started.purpose.value, "turnlog.outcome": finished.outcome.value,
+         "rl.environment.name": started.recipe, **_versions(turns.values())},
         "" if finished.outcome in WELL else finished.reason or finished.outcome.value,
     )  # fmt: skip
-    turns = {turn: session.turns[turn] for turn in session.finished_turns()}
     for spans in turns.values():
         yield from spans
     for name, answer in session.answered.items():
         asked, turn = session.asked.get(name), session.caller.get(name)
         if asked is not None and answer.at_ms <= at_ms:
             yield from _of_a_call(asked, answer, turns[turn][0].span_id if turn in turns else root)
+
+
+def _versions(turns: Collection[Sequence[TraceSpan]]) -> dict[str, Value]:
+    """Return the oldest and the newest weight version that sampled the turns; nothing without turns."""
+    first = [int(chat.attributes["turnlog.weight_version.first"]) for _, chat in turns]
+    last = [int(chat.attributes["turnlog.weight_version.last"]) for _, chat in turns]
+    return {"turnlog.weight_version.first": min(first), "turnlog.weight_version.last": max(last)} if first else {}
 
 
 def _of_a_call(asked: _RequestedCall, answer: _Answered, parent: str) -> Iterator[TraceSpan]:

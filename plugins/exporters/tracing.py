@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 from prometheus_client import Counter
@@ -27,8 +28,11 @@ from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.plugins.exporters import OutletError, library
 from turnlog.plugins.exporters.spans import Traces, TraceSpan
 from turnlog.schemas.events import (
+    BatchSkipped,
     EngineWeightsLoaded,
     EngineWeightsRefused,
+    GroupScored,
+    SampleBatchFormed,
     SessionAdopted,
     SessionFinished,
     SessionStarted,
@@ -45,8 +49,8 @@ READ_S, EXPORT_S, MARK_S = (STAGE_S.labels("trace", stage) for stage in ("read",
 SPANS = Counter("turnlog_traced_spans", "Spans that the collector has accepted, including repeats")
 EXTRA = "traces"
 TOLD = (
-    SessionStarted, SessionAdopted, SessionFinished, TurnCompleted, ToolCallRequested, ToolCallCompleted, StepCompleted,
-    WeightVersionPublished, EngineWeightsLoaded, EngineWeightsRefused,
+    SessionStarted, SessionAdopted, SessionFinished, TurnCompleted, ToolCallRequested, ToolCallCompleted, GroupScored,
+    SampleBatchFormed, BatchSkipped, StepCompleted, WeightVersionPublished, EngineWeightsLoaded, EngineWeightsRefused,
 )  # fmt: skip
 BATCH = 512
 """Maximum number of spans in one request."""
@@ -215,4 +219,19 @@ def collector_of(settings: Settings, url: str) -> Collector:
     to = url or settings.trace.url
     if not to:
         raise SettingsError("trace.url is empty: name a collector there or with --to")
-    return Collector(settings.trace, to, {"service.name": "turnlog", "service.instance.id": settings.run.id})
+    return Collector(settings.trace, to, resource_of(settings))
+
+
+def resource_of(settings: Settings) -> dict[str, str]:
+    """Return the attributes that all spans of a run share. Those named `rl.` are of the proposal for reinforcement
+    learning (open-telemetry/semantic-conventions-genai issue 88). The algorithm of an external trainer and the name of
+    an environment's own model are unknown, and left out."""
+    shared = {
+        "service.name": "turnlog", "service.instance.id": settings.run.id, "rl.system": "turnlog",
+        "rl.system.version": __version__, "rl.run.id": settings.run.id,
+    }  # fmt: skip
+    if settings.trainer.kind == "megatron":
+        shared["rl.algorithm"] = settings.trainer.algorithm
+    if settings.model.path:
+        shared["rl.model.name"] = Path(settings.model.path).name
+    return shared

@@ -44,7 +44,8 @@ from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.lora import add_low_rank
 from turnlog.trainer.plan import ADAPTERS, LearnerOptions, parameter_type
-from turnlog.trainer.weights import DESCRIPTION, TOKENIZER, description, read_tensors, read_weights, tensor_bytes
+from turnlog.trainer.weight_records import DESCRIPTION, description
+from turnlog.trainer.weights import TOKENIZER, read_tensors, read_weights, tensor_bytes
 
 CARD = "README.md"
 LICENCES = ("LICENSE", "LICENSE.txt", "NOTICE")

@@ -27,7 +27,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from turnlog.infra.blobs import BlobError
-from turnlog.infra.engine import Engine, SGLang
+from turnlog.infra.engines.kinds import Connect, connect_engine
 from turnlog.infra.log import LogError, TopicMissing
 from turnlog.infra.offers import load_methods
 from turnlog.infra.roles.ending import drain_s
@@ -158,7 +158,7 @@ class Gateway:
     request_s: float = REQUEST_S
 
     @classmethod
-    async def create(cls, role: Role, url: str, connect: Callable[[str], Engine] | None = None) -> Gateway:
+    async def create(cls, role: Role, url: str, connect: Connect | None = None) -> Gateway:
         """Build a gateway from settings and clients. `url` is its address as records name it. Raises ModelMissing,
         TemplateMissing, TemplateUnusable, TopicMissing, NoRouting, ProfileError."""
         settings = role.settings
@@ -176,7 +176,7 @@ class Gateway:
             chat_template_sha256=template.sha256,
         )
         prompts = Prompts(tokens, template)
-        connect = connect or functools.partial(SGLang, ca_file=settings.engine.ca_file)
+        connect = connect or functools.partial(connect_engine, ca_file=settings.engine.ca_file)
         engines = EnginePool(connect)
         own, answer_s = settings.gateway.own_url, settings.engine.request_timeout_s + 30.0
         owners = Owners(url, answer_s=answer_s, ca_file=settings.gateway.ca_file) if own else None
@@ -206,7 +206,7 @@ class Gateway:
             vocabulary=tokens.vocabulary,
             keyed=settings.engine.update == "in_place",
         )
-        sides = side_engines(shown.side_engines, connect)
+        sides = side_engines(shown.side_engines, settings.engine.kind, connect)
         return cls(
             role=role,
             url=url,

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from prometheus_client import Counter, Histogram
 
-from turnlog.infra.engine import (
+from turnlog.infra.engines.kinds import WITHOUT_IMAGES, Connect, connect_engine
+from turnlog.infra.engines.protocol import (
     Adapter,
     Engine,
     EngineAborted,
@@ -31,13 +32,12 @@ from turnlog.infra.engine import (
     Generate,
     Grammar,
     OutputChunk,
-    SGLang,
 )
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.history import assign_from_start, caught_up
 from turnlog.infra.log import Log, Partition
 from turnlog.processors.core.turns import Ids
-from turnlog.processors.core.views.fleet import DRAINING, RELEASED, SERVING, Fleet
+from turnlog.processors.core.views.fleet import DRAINING, GONE, RELEASED, SERVING, Fleet
 from turnlog.processors.core.views.progress import WeightChain
 from turnlog.producers.gateway.errors import EngineFailed, NoEngine, VersionGone
 from turnlog.producers.gateway.expert_rows import TurnRows
@@ -82,6 +82,7 @@ class LiveEngine:
     state: str
     version: int
     client: Engine
+    kind: str = "sglang"
     base_version: int | None = None
     """Version of the base weights if `version` is an adapter; else None."""
     in_flight: int = 0
@@ -147,7 +148,7 @@ class LiveEngine:
                     self.in_flight -= 1
                     self.calls.discard(call)
         except TimeoutError:
-            raise EngineDead(f"{self.url} is silent: no answer to GET /model_info in {SILENCE_S:g} s") from None
+            raise EngineDead(f"{self.url} is silent: no answer in {SILENCE_S:g} s") from None
 
     async def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         """Probe the engine after each silence while requests run."""
@@ -204,9 +205,9 @@ class WeightRequirement:
 
 @dataclass(slots=True)
 class EnginePool:
-    """All engines of the run. `connect` makes a client of a URL; `clock` returns seconds."""
+    """All engines of the run. `connect` makes a client of a URL and a kind; `clock` returns seconds."""
 
-    connect: Callable[[str], Engine] = SGLang
+    connect: Connect = connect_engine
     clock: Callable[[], float] = time.monotonic
     live: dict[str, LiveEngine] = field(default_factory=dict)
     chain: WeightChain = field(default_factory=WeightChain)
@@ -228,29 +229,35 @@ class EnginePool:
         known = self.fleet.engines[event.engine_id]
         engine = self.live.get(known.id)
         if engine is None:
-            engine = LiveEngine(known.id, known.url, known.state, known.version, self.connect(known.url))
+            client = self.connect(known.url, known.kind)
+            engine = LiveEngine(known.id, known.url, known.state, known.version, client, known.kind)
             self.live[known.id] = engine
-        elif engine.url != known.url:
-            engine.url, engine.client = known.url, self.connect(known.url)
+        elif (engine.url, engine.kind) != (known.url, known.kind):
+            engine.client = self.connect(known.url, known.kind)
+            engine.url, engine.kind = known.url, known.kind
         engine.state, engine.version = known.state, known.version
         engine.base_version = self.fleet.reports[known.id].base_version
         engine.update_pauses(event, self.clock())
         engine.failures, engine.rests_until = 0, float("-inf")
         self._wake()
 
-    async def choose(self, session_id: str, wanted: WeightRequirement, *, timeout_s: float) -> LiveEngine:
+    async def choose(
+        self, session_id: str, wanted: WeightRequirement, *, timeout_s: float, images: bool = False
+    ) -> LiveEngine:
         """Return the engine for a turn; wait for one that may serve it. The wait has no limit while an engine's GPU is
-        lent to the trainer for a step. Raises NoEngine."""
+        lent to the trainer for a step. A turn with `images` gets an engine of a kind that takes them, if the run has
+        one. Raises NoEngine."""
         deadline = self.clock() + timeout_s
         while True:
             now = self.clock()
             if any(engine.state == RELEASED for engine in self.live.values()):
                 deadline = max(deadline, now + RELEASED_S)
-            able = [engine for engine in self.live.values() if wanted.accepts(engine, self.chain)]
+            suited = self._engines_for(images)
+            able = [engine for engine in suited if wanted.accepts(engine, self.chain)]
             awake = [engine for engine in able if engine.rests_until <= now]
             if awake:
                 return self._choose_engine(session_id, awake)
-            if wanted.is_gone(self.live.values()):
+            if wanted.is_gone(suited):
                 raise VersionGone(f"{self._why(wanted, 0)}, and weights do not go back")
             if now >= deadline:
                 raise NoEngine(self._why(wanted, timeout_s))
@@ -279,6 +286,12 @@ class EnginePool:
                 engine.listening.cancel()
             await engine.client.close()
 
+    def _engines_for(self, images: bool) -> list[LiveEngine]:
+        """Return the engines whose kind takes the request; all if no engine that is there does, since one that refuses
+        it says why."""
+        every = list(self.live.values())
+        return [one for one in every if images and one.kind not in WITHOUT_IMAGES and one.state != GONE] or every
+
     def _choose_engine(self, session_id: str, engines: list[LiveEngine]) -> LiveEngine:
         own = max(engines, key=lambda engine: ids.digest(session_id, engine.id)) if len(engines) > 1 else engines[0]
         idlest = min(engines, key=lambda engine: engine.in_flight)
@@ -300,14 +313,14 @@ class EnginePool:
             return
 
 
-def side_engines(specs: Sequence[str], connect: Callable[[str], Engine]) -> dict[str, EnginePool]:
-    """Return the engines of [gateway] side_engines (auxiliary models) by pattern. Nothing reports their status: they
-    serve until they are found dead."""
+def side_engines(specs: Sequence[str], kind: str, connect: Connect) -> dict[str, EnginePool]:
+    """Return the engines of [gateway] side_engines (auxiliary models) by pattern, all of one kind.
+    Nothing reports their status: they serve until they are found dead."""
     found: dict[str, EnginePool] = {}
     for pattern, _, url in (one.partition("=") for one in specs):
         named = f"side/{url}"
         engines = found.setdefault(pattern, EnginePool(connect))
-        engines.live[named] = LiveEngine(named, url, "serving", -1, connect(url))
+        engines.live[named] = LiveEngine(named, url, "serving", -1, connect(url, kind), kind)
     return found
 
 
@@ -446,7 +459,7 @@ class Sampler:
         try:
             for attempt in range(RESUBMISSIONS):
                 left = self.timeout_s - (loop.time() - draft.started)
-                engine = await self._engine(draft, session_id, wanted, left, first=attempt == 0)
+                engine = await self._engine(draft, session_id, wanted, left, images=bool(images), first=attempt == 0)
                 request = Generate(
                     rid=secrets.token_hex(16),
                     input_ids=np.concatenate((prompt, np.array(draft.ids, dtype=np.int32))) if draft.ids else prompt,
@@ -479,11 +492,11 @@ class Sampler:
             return draft
 
     async def _engine(
-        self, draft: Draft, session_id: str, wanted: WeightRequirement, left: float, *, first: bool
+        self, draft: Draft, session_id: str, wanted: WeightRequirement, left: float, *, images: bool, first: bool
     ) -> LiveEngine:
         loop = asyncio.get_running_loop()
         asked = loop.time()
-        engine = await self.engines.choose(session_id, wanted, timeout_s=max(0.0, left))
+        engine = await self.engines.choose(session_id, wanted, timeout_s=max(0.0, left), images=images)
         if first:
             draft.queue_s = loop.time() - asked
         draft.engine_id, draft.engine_version = engine.id, engine.version

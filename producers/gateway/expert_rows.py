@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from turnlog.infra.engine import EngineRefused
+from turnlog.infra.engines.protocol import EngineRefused
 from turnlog.processors.core.experts import own_rows, routing_of_model
 
 

@@ -36,8 +36,8 @@ async def _scale(role: Role, values: dict[str, Any]) -> Sequence[FleetEngine]:
 
 
 async def _register(role: Role, values: dict[str, Any]) -> Sequence[FleetEngine]:
-    name, reason = (typed_field(values, key, str, "") for key in ("name", "reason"))
-    return [await fleet.register(role, _required_field(values, "url", str), name=name, reason=reason)]
+    of = {key: typed_field(values, key, str, "") for key in ("name", "kind", "reason")}
+    return [await fleet.register(role, _required_field(values, "url", str), **of)]
 
 
 async def _drain(role: Role, values: dict[str, Any]) -> Sequence[FleetEngine]:

@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Any
+from typing import Any, get_args
 
 from turnlog.schemas.events.sessions import Outcome
 from turnlog.schemas.events.tasks import Purpose
+from turnlog.settings import EngineKind
 
 Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}
@@ -94,6 +95,7 @@ SESSION = _object({"session_id": TEXT, "epoch": TEXT, "finished": {"type": "bool
                    "last_turn": TURN, "call_seq": WHOLE, "base_url": TEXT})  # fmt: skip
 REASON: Schema = {"type": "string", "description": "Recorded on the log."}
 COUNT: Schema = {"type": "integer", "minimum": 1, "description": "Engines that the run's supervisor is to host."}
+KIND: Schema = {"enum": ["", *get_args(EngineKind)], "description": "Empty: by [engine] kind and kinds."}
 URL = _field(TEXT, "http://host:port at which gateways and its loader reach it.")
 ENGINES = _object(
     {
@@ -101,14 +103,16 @@ ENGINES = _object(
             "type": "array",
             "items": _object({"id": TEXT, "url": TEXT, "wanted": {"enum": ["", "serving", "gone"]}, "by": TEXT,
                               "state": {"enum": ["", "starting", "serving", "released", "draining", "silent", "gone"]},
-                              "version": {"type": "integer"}, "hosted": {"type": "boolean"}, "cause": TEXT}),
+                              "kind": KIND, "wanted_kind": KIND, "version": {"type": "integer"},
+                              "hosted": {"type": "boolean"}, "cause": TEXT}),
         }
     }
 )  # fmt: skip
 FLEET: dict[str, tuple[str, Schema]] = {
     "/engines/scale": ("Set the number of hosted engines.", _object({"count": COUNT, "reason": REASON}, "count")),
     "/engines/register": (
-        "Add an engine that you have started yourself.", _object({"url": URL, "name": TEXT, "reason": REASON}, "url")
+        "Add an engine that you have started yourself.",
+        _object({"url": URL, "name": TEXT, "kind": KIND, "reason": REASON}, "url"),
     ),
     "/engines/drain": (
         "Remove an engine.", _object({"engine": _field(TEXT, "Its address or id."), "reason": REASON}, "engine")

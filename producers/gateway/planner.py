@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from turnlog.infra.engine import EngineImage, Grammar
+from turnlog.infra.engines.protocol import EngineImage, Grammar
 from turnlog.infra.roles.event_loop import LARGE, LARGE_BODY
 from turnlog.processors.core.turns import Ids
 from turnlog.producers.gateway.conversation import RecordedTurn, TokenCursor, above

@@ -102,6 +102,8 @@ class EngineRequested(RunEvent):
     """settings, operator or autoscale."""
     reason: str
     """Reason as text; empty if none was given."""
+    kind: str = ""
+    """Kind of the engine that is to serve, sglang or vllm; empty if the settings tell it by the engine's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

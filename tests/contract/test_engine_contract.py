@@ -1,11 +1,12 @@
-"""The engine protocol on the fake and on a real SGLang: ids in; ids, log-probs, versions out; aborts and refusals."""
+"""The engine protocol on the fake, real SGLang and real vLLM: ids in; ids, log-probs and versions out; aborts."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from tests.fakes.memory_engine import MemoryEngine, joined
 from tests.fakes.weights import adapter
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.engine import (
+from turnlog.infra.engines.protocol import (
     Adapter,
     Engine,
     EngineDead,
@@ -23,9 +24,9 @@ from turnlog.infra.engine import (
     Generate,
     Grammar,
     OutputChunk,
-    SGLang,
-    SGLangControl,
 )
+from turnlog.infra.engines.sglang import SGLang, SGLangControl
+from turnlog.infra.engines.vllm import VLLM
 from turnlog.infra.tensors.versions import fetch
 from turnlog.producers.gateway.parsers.formats import FORMATS, only_call, only_json
 from turnlog.producers.gateway.parsers.parser import Delimiters, OutputParser, ParsedCall, Reasoning
@@ -36,14 +37,16 @@ PROMPT = [10, 20, 30, 40]
 CONTEXT = 512
 
 
-@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.engine)])
+@pytest.fixture(params=["fake", *(pytest.param(kind, marks=pytest.mark.engine) for kind in ("sglang", "vllm"))])
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
-    """Either engine; both have a vocabulary of 384 and a window of 512."""
+    """Each engine in turn; all have a vocabulary of 384 and a window of 512."""
     found: Engine
     if request.param == "fake":
         found = MemoryEngine(vocabulary=384, context=CONTEXT)
-    else:
+    elif request.param == "sglang":
         found = SGLang(request.getfixturevalue("engine_url"))
+    else:
+        found = VLLM(request.getfixturevalue("vllm_engine_url"))
     yield found
     await found.close()
 
@@ -62,6 +65,8 @@ async def test_every_output_id_has_a_logprob_and_a_version(engine: Engine, strea
     pieces = await _pieces(engine, _request(), stream=stream)
     assert len(pieces) == 1 or stream
     assert [piece.finish is not None for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    reached = itertools.accumulate(len(piece.ids) for piece in pieces)
+    assert [sum(tokens for _, tokens in piece.versions) for piece in pieces] == list(reached)  # of each piece at once
     whole = joined(pieces)
     assert whole.finish in ("length", "stop")
     assert len(whole.ids) == len(whole.logprobs) == sum(length for _, length in whole.versions)
@@ -214,14 +219,15 @@ async def test_an_aborted_request_ends_with_what_it_has(engine: Engine) -> None:
     assert len(whole.ids) == len(whole.logprobs) == sum(length for _, length in whole.versions)
 
 
-async def test_nobody_home_is_a_dead_engine() -> None:
+@pytest.mark.parametrize("client", [SGLang, VLLM])
+async def test_nobody_home_is_a_dead_engine(client: Callable[[str], Engine]) -> None:
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     for closed in (False, True):
         if closed:
             server.close()
             await server.wait_closed()
-        engine = SGLang(f"http://127.0.0.1:{port}")
+        engine = client(f"http://127.0.0.1:{port}")
         for stream in (False, True):
             with pytest.raises(EngineDead, match=str(port)) as dead:
                 await _pieces(engine, _request(), stream=stream)

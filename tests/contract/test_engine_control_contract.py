@@ -1,4 +1,4 @@
-"""What an engine's control endpoints promise: the fake and real SGLang alike."""
+"""What an engine's control endpoints promise: the fake, real SGLang and real vLLM alike."""
 
 from __future__ import annotations
 
@@ -18,48 +18,61 @@ from tests.tiny_model import make_tiny_model
 from tests.training_side import CPU, TrainingSide, digests_of
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.embedded.servers import EngineServer
-from turnlog.infra.engine import (
+from turnlog.infra.engine_plugin.order import UNSUITED, Transfer
+from turnlog.infra.engines.kinds import connect_engine, control_engine
+from turnlog.infra.engines.protocol import (
     LOADING,
     Adapter,
     CannotReceive,
+    Engine,
     EngineControl,
     EngineDead,
     EngineRefused,
     EngineUnreachable,
     Generate,
     OutputChunk,
-    SGLang,
-    SGLangControl,
-    Transfer,
     TransferFailed,
 )
-from turnlog.infra.engine_plugin.order import UNSUITED
+from turnlog.infra.engines.sglang import SGLang, SGLangControl
+from turnlog.infra.engines.vllm import VLLMControl
 from turnlog.infra.tensors.digests import bucket_digests
 from turnlog.infra.tensors.transfer import Receiver, TransferBroken
 from turnlog.infra.tensors.versions import fetch
 from turnlog.settings import EngineSettings
 from turnlog.trainer.weights import read_weights
 
+REAL = [pytest.param(kind, marks=pytest.mark.engine) for kind in ("sglang", "vllm")]
+URLS = {"sglang": "engine_url", "vllm": "vllm_engine_url"}
 
-@pytest.fixture(params=["memory", pytest.param("sglang", marks=pytest.mark.engine)])
+
+@pytest.fixture(params=["memory", *REAL])
 async def control(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[EngineControl]:
     if request.param == "memory":
         yield MemoryEngineControl(tmp_path)
         return
-    async with real(request.getfixturevalue("engine_url")) as found:
+    async with real(request.getfixturevalue(URLS[request.param]), kind=request.param) as found:
         yield found
 
 
+@pytest.fixture(params=REAL)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Kind of a real engine."""
+    found: str = request.param
+    return found
+
+
 @asynccontextmanager
-async def real(url: str, update: str = "retract") -> AsyncIterator[SGLangControl]:
-    found = SGLangControl(url, update=update)
+async def real(url: str, update: str = "retract", *, kind: str = "sglang") -> AsyncIterator[EngineControl]:
+    found = control_engine(url, kind, update=update)
     yield found
     await found.close()
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return make_tiny_model(tmp_path / "model")
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """New weights for the engine of the test."""
+    of_vllm = "vllm" in request.node.callspec.params.values() if hasattr(request.node, "callspec") else False
+    return make_tiny_model(tmp_path / "model", **({"head_dim": 32} if of_vllm else {}))
 
 
 async def test_a_load_changes_the_label(control: EngineControl, model: Path) -> None:
@@ -73,11 +86,12 @@ async def test_a_load_changes_the_label(control: EngineControl, model: Path) -> 
 @pytest.mark.engine
 @pytest.mark.parametrize("update", ["retract", "in_place", "abort"])
 async def test_a_running_request_meets_new_weights_as_the_setting_says(
-    engine_url: str, model: Path, update: str
+    request: pytest.FixtureRequest, kind: str, model: Path, update: str
 ) -> None:
-    engine = SGLang(engine_url)
-    async with real(engine_url, update) as control:
-        before = (await control.model_info()).version
+    url = request.getfixturevalue(URLS[kind])
+    engine = connect_engine(url, kind)
+    async with real(url, update, kind=kind) as control:
+        before = await loaded(control, model)
         for version in itertools.count(before + 1):
             pieces = [piece async for piece in under_an_update(engine, control, model, version)]
             labels = [label for label, _ in pieces[-1].versions]
@@ -95,6 +109,10 @@ async def test_a_running_request_meets_new_weights_as_the_setting_says(
 async def test_an_engine_that_gave_its_memory_back_says_so_and_serves_the_next_version(
     control: EngineControl, model: Path
 ) -> None:
+    if isinstance(control, VLLMControl):
+        with pytest.raises(EngineRefused, match="colocate"):
+            await control.release()
+        return
     version = await loaded(control, model)
     await control.pause()
     await control.release()
@@ -147,7 +165,7 @@ async def test_an_engine_that_takes_back_what_it_has_dies_and_what_it_gave_is_ta
 
 
 async def under_an_update(
-    engine: SGLang, control: SGLangControl, model: Path, version: int, *, released: bool = False
+    engine: Engine, control: EngineControl, model: Path, version: int, *, released: bool = False
 ) -> AsyncIterator[OutputChunk]:
     # A name of its own: SGLang aborts whatever has the name of a stream that ended two seconds ago.
     request = Generate(rid=uuid.uuid4().hex, input_ids=[10, 20, 30], temperature=1.0, max_new_tokens=500, cache_key="k")

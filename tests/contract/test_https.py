@@ -26,7 +26,8 @@ from tests.secured import Authority, Secured
 from turnlog.consumers.lag import expires, tls_servers
 from turnlog.infra.blobs import BucketMissing, StoreUnavailable, StoreUnreachable
 from turnlog.infra.embedded.ports import HOST
-from turnlog.infra.engine import EngineUnreachable, SGLangControl
+from turnlog.infra.engines.protocol import EngineUnreachable
+from turnlog.infra.engines.sglang import SGLangControl
 from turnlog.infra.event_log import schema_ids
 from turnlog.infra.registry import HttpRegistry, RegistryRefused, RegistryUnreachable, SchemaNotRegistered
 from turnlog.infra.roles.health import QuietServer, listening, uvicorn_config

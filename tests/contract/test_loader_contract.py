@@ -18,7 +18,8 @@ from turnlog.consumers.loader import EngineSwapFailed
 from turnlog.consumers.loader.role import Loader
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.embedded.servers import EngineServer
-from turnlog.infra.engine import UNLABELLED, EngineControl, Generate, ModelInfo, SGLang, SGLangControl
+from turnlog.infra.engines.protocol import UNLABELLED, EngineControl, Generate, ModelInfo
+from turnlog.infra.engines.sglang import SGLang, SGLangControl
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Partition
 from turnlog.infra.registry import MemoryRegistry

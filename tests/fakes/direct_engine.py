@@ -15,8 +15,8 @@ import torch
 
 from tests.fakes.memory_engine_control import MemoryEngineControl
 from tests.fakes.weights import version
-from turnlog.infra.engine import EngineDead, EngineRefused, TransferFailed
 from turnlog.infra.engine_plugin.order import Transfer
+from turnlog.infra.engines.protocol import EngineDead, EngineRefused, TransferFailed
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role
 from turnlog.schemas.events import EngineWeightsAwaited, WeightTransferBegun, WeightVersionPublished

@@ -10,7 +10,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from turnlog.infra.engine import EngineDead, EngineRefused, EngineSlow, EngineUnreachable, Generate, OutputChunk
+from turnlog.infra.engines.protocol import (
+    EngineDead,
+    EngineRefused,
+    EngineSlow,
+    EngineUnreachable,
+    Generate,
+    OutputChunk,
+)
 
 Script = Callable[[Sequence[int]], list[int]]
 """Prompt ids -> the output that the policy would give, its stop token included."""

@@ -8,22 +8,20 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
-from turnlog.infra.engine import (
-    CACHE,
+from turnlog.infra.engine_plugin.order import Transfer
+from turnlog.infra.engines.protocol import (
     LOADING,
-    NO_PLUGIN,
     RELEASED,
     RELEASING,
-    WEIGHTS,
     CannotReceive,
     EngineDead,
     EngineError,
     EngineRefused,
     EngineUnreachable,
     ModelInfo,
-    Transfer,
     TransferFailed,
 )
+from turnlog.infra.engines.sglang import CACHE, NO_PLUGIN, WEIGHTS
 from turnlog.infra.tensors.adapters import CONFIG
 
 
@@ -42,7 +40,10 @@ class MemoryEngineControl:
         self.loads: list[int] = []
         self.requests = 0
         """That run or wait."""
+        self.counts = True
+        """Whether it says how many: vLLM with --disable-log-stats does not."""
         self.aborts = 0
+        self.aborted = asyncio.Event()
         self.adapters: dict[int, Path] = {}
         self.takes_adapters = True
         """Started with --enable-lora."""
@@ -172,11 +173,14 @@ class MemoryEngineControl:
 
     async def under_way(self) -> int:
         self._alive()
+        if not self.counts:
+            raise EngineRefused("it counts no requests")
         return self.requests
 
     async def abort_all(self) -> None:
         self._alive()
         self.requests, self.aborts = 0, self.aborts + 1
+        self.aborted.set()
 
     async def close(self) -> None:
         """See EngineControl."""

@@ -20,7 +20,8 @@ from tests.reference.plain import PlainLearner
 from tests.tiny_model import tiny_tokenizer
 from tests.training_side import TrainingSide, digests_of
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.engine import Generate, SGLang, SGLangControl
+from turnlog.infra.engines.protocol import Generate
+from turnlog.infra.engines.sglang import SGLang, SGLangControl
 from turnlog.infra.tensors.fits import check_fits, model_shapes
 from turnlog.infra.tensors.versions import Timer, WeightFolders
 from turnlog.processors.core.batches.rows import BatchRows

@@ -53,6 +53,8 @@ class FleetEngine:
     """Requested state: serving | gone; empty if nobody requested one."""
     by: str = ""
     """Author of the last request."""
+    wanted_kind: str = ""
+    """Kind in the last request to serve: sglang | vllm; empty if the settings tell it by the engine's name."""
     hosted: bool = False
     """Whether the run's supervisor starts it."""
     state: str = ""
@@ -61,6 +63,8 @@ class FleetEngine:
     """
     version: int = -1
     """Weight version that its loader last reported; -1 if none."""
+    kind: str = ""
+    """Kind that its loader last reported: sglang | vllm; empty if its loader has reported nothing."""
     cause: str = ""
     """Reason for which it is gone, in words."""
     requests: int = 0
@@ -123,12 +127,13 @@ class Fleet:
             self.engines[known.id] = dataclasses.replace(
                 known, url=event.url or known.url, wanted=event.wanted, by=event.by, hosted=not event.url,
                 requests=known.requests + 1,
+                wanted_kind=known.wanted_kind if event.wanted == GONE else event.kind,
             )  # fmt: skip
         elif TOPIC_OF.get(type(event).__name__) is ENGINES:
             known = self.engines.get(event.engine_id, FleetEngine(event.engine_id))
             cause = event.cause if isinstance(event, EngineGone) else ""
             self.engines[known.id] = dataclasses.replace(
-                known, url=event.url, state=event.state, version=event.version, cause=cause
+                known, url=event.url, kind=event.kind, state=event.state, version=event.version, cause=cause
             )
             self.reports.setdefault(known.id, EngineReports()).apply(event)
 
@@ -166,14 +171,16 @@ class Fleet:
         found = [engine for engine in self.engines.values() if address in (engine.id, engine.url.rstrip("/"))]
         return next((engine for engine in found if not engine.leaving), found[0] if found else None)
 
-    def request(self, engine_id: str, wanted: str, *, run_id: str, by: str, url: str = "", reason: str = "") -> Event:
+    def request(
+        self, engine_id: str, wanted: str, *, run_id: str, by: str, url: str = "", reason: str = "", kind: str = ""
+    ) -> Event:
         """Return the request record. Repeating the request before the first one has been read returns the same
         record.
         """
         known = self.engines.get(engine_id, FleetEngine(engine_id))
         return EngineRequested(
             event_id=digest("EngineRequested", run_id, engine_id, wanted, known.requests),
-            run_id=run_id, engine_id=engine_id, url=url, wanted=wanted, by=by, reason=reason,
+            run_id=run_id, engine_id=engine_id, url=url, wanted=wanted, by=by, reason=reason, kind=kind,
         )  # fmt: skip
 
     def plan_scaling(self, count: int) -> list[tuple[str, str]]:

@@ -27,7 +27,8 @@ from tests.fakes.weights import version
 from turnlog.consumers.loader import EngineSwapFailed
 from turnlog.consumers.loader.role import Loader
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.engine import CACHE, WEIGHTS, EngineDead
+from turnlog.infra.engines.protocol import EngineDead
+from turnlog.infra.engines.sglang import CACHE, WEIGHTS
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Partition
 from turnlog.infra.registry import MemoryRegistry

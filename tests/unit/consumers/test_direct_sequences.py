@@ -19,7 +19,7 @@ from tests.unit.consumers.test_colocation import Killable, Killed, opened
 from tests.unit.consumers.test_loader import URL, tensors
 from turnlog.consumers.loader import EngineSwapFailed
 from turnlog.consumers.loader.role import Loader
-from turnlog.infra.engine import EngineDead, EngineRefused, TransferFailed
+from turnlog.infra.engines.protocol import EngineDead, EngineRefused, TransferFailed
 from turnlog.infra.log import Partition
 from turnlog.schemas.events import (
     EngineGone,

@@ -25,7 +25,8 @@ from tests.unit.consumers.test_loader import (
 )
 from turnlog.consumers.loader import EngineSwapFailed
 from turnlog.consumers.loader.role import Loader
-from turnlog.infra.engine import CACHE, LOADING, WEIGHTS, EngineDead, EngineRefused, TransferFailed
+from turnlog.infra.engines.protocol import LOADING, EngineDead, EngineRefused, TransferFailed
+from turnlog.infra.engines.sglang import CACHE, WEIGHTS
 from turnlog.infra.log import Fenced
 from turnlog.infra.roles.role import Role
 from turnlog.schemas.events import EngineGone, EngineWeightsLoaded, EngineWeightsRefused, SampleBatchFormed

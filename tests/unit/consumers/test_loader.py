@@ -26,7 +26,7 @@ from turnlog.consumers.lag import by_role, lag_of
 from turnlog.consumers.loader import EngineSwapFailed, NoSuchEngine
 from turnlog.consumers.loader.role import Loader, NamedEngine, engine_of, main, update_of
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.engine import LOADING
+from turnlog.infra.engines.protocol import LOADING
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Fenced, Partition
 from turnlog.infra.registry import MemoryRegistry
@@ -328,6 +328,25 @@ async def test_what_does_not_end_in_time_is_aborted_also_by_the_loader_after_one
     task = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
     assert told((await said(role, 5))[3:]) == [("Draining", "draining"), ("Gone", "gone")]
     assert control.aborts == 1
+    role.stopping.set()
+    await task
+
+
+async def test_an_engine_that_does_not_count_its_requests_lets_them_end_before_it_goes(
+    role: Role, control: MemoryEngineControl
+) -> None:
+    role.settings = dataclasses.replace(role.settings, engine=EngineSettings(drain_s=0.3))
+    task = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
+    await publish(role, 0)
+    await said(role, 2)
+    control.counts = False
+    await asked(role, "gone")
+    async with asyncio.timeout(20):
+        await control.aborted.wait()
+    control.counts = True
+    gone = (await said(role, 4))[-1]
+    assert isinstance(gone, EngineGone)
+    assert gone.cause == "aborted what ran after 0.3 s: [engine] drain_s"
     role.stopping.set()
     await task
 

@@ -21,17 +21,20 @@ from turnlog.infra.roles import is_unreachable
 from turnlog.infra.roles.role import Role
 from turnlog.plugins.exporters.spans import TraceSpan, is_sampled, span_of, trace_of
 from turnlog.plugins.exporters.tracing import Collector as Otlp
-from turnlog.plugins.exporters.tracing import CollectorFailed, SpanExporter, tracing
+from turnlog.plugins.exporters.tracing import CollectorFailed, SpanExporter, resource_of, tracing
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
     Event,
+    GroupScored,
+    SampleBatchFormed,
     SessionFinished,
     SessionStarted,
     StepCompleted,
     ToolCallCompleted,
     TurnCompleted,
+    WeightVersionPublished,
 )
-from turnlog.settings import Settings, SettingsError, TraceSettings
+from turnlog.settings import ModelSettings, RunSettings, Settings, SettingsError, TraceSettings, TrainerSettings
 
 SERVICE = {"service.name": "turnlog"}
 
@@ -103,7 +106,9 @@ async def test_a_session_is_a_tree_of_turns_engine_calls_tool_calls_and_sandboxe
     assert paths.count(f"{agent} > turn") == paths.count(f"{agent} > turn > chat") == len(turns) > 1
     tools = [each for each in paths if " > turn > execute_tool " in each and not each.endswith("sandbox")]
     assert len(tools) == sum(each.endswith(" > sandbox") for each in paths) == len(answers) > 0
-    assert len(paths) == 1 + 2 * len(turns) + 2 * len(answers)
+    learned = [each for each in paths if each.startswith(f"{agent} > rl.")]
+    assert set(learned) == {f"{agent} > rl.reward", f"{agent} > rl.train"}
+    assert len(paths) == 1 + 2 * len(turns) + 2 * len(answers) + len(learned)
     for span in own.values():
         assert span.start_time_unix_nano <= span.end_time_unix_nano
     (turn,) = [span for span in own.values() if span.span_id.hex() == span_of(turns[0].event_id)]
@@ -125,6 +130,67 @@ async def test_steps_and_weights_have_traces_of_their_own(told: TrainedRun) -> N
     assert len(swaps) == len(steps)
     published = {span.trace_id for span in spans if span.name == "publish weights"}
     assert {span.trace_id for span in swaps} <= published
+
+
+async def test_rewards_and_batches_stand_in_the_traces_of_their_sessions(told: TrainedRun) -> None:
+    spans = await whole(told)
+    scored = [event for event in await told.read(topics.SAMPLES) if isinstance(event, GroupScored)]
+    rollouts = {rollout.session_id: (group, rollout) for group in scored for rollout in group.rollouts}
+    rewards = [span for span in spans if span.name == "rl.reward"]
+    assert len(rewards) == len(rollouts) > 4
+    roots = {span.trace_id: span for span in spans if span.name.startswith("invoke_agent")}
+    for session_id, (group, rollout) in rollouts.items():
+        trace = trace_of("session", session_id)
+        (span,) = [each for each in rewards if each.trace_id == trace]
+        assert span.parent_id == roots[trace].span_id
+        assert span.attributes.get("rl.reward.score") == rollout.reward
+        assert span.attributes.get("turnlog.advantage") == rollout.advantage
+        assert span.attributes.get("turnlog.excluded_reason") == rollout.excluded_reason
+        assert span.attributes["turnlog.group.status"] == group.status.value
+        turns = [each for each in spans if each.trace_id == trace and each.name == "chat"]
+        versions = [int(each.attributes["turnlog.weight_version.last"]) for each in turns]
+        assert roots[trace].attributes.get("turnlog.weight_version.last") == max(versions, default=None)
+    assert any("turnlog.excluded_reason" in span.attributes for span in rewards), "one session was lost"
+    batches = [event for event in await told.read(topics.BATCHES) if isinstance(event, SampleBatchFormed)]
+    trained = {
+        (trace_of("session", row.session_id), batch.batch_index): sum(
+            other.trained_tokens for other in batch.samples if other.session_id == row.session_id
+        )
+        for batch in batches
+        for row in batch.samples
+    }
+    told_of = {(span.trace_id, span.attributes["turnlog.batch_index"]): span.attributes["turnlog.trained_tokens"]
+               for span in spans if span.name == "rl.train"}  # fmt: skip
+    assert told_of == trained != {}
+    draws = [span for span in spans if span.name == "draw"]
+    assert [span.attributes["rl.train.batch_size"] for span in draws] == [len(batch.samples) for batch in batches]
+    dropped = sum(int(value) for span in draws for name, value in span.attributes.items() if ".dropped." in name)
+    assert dropped == sum(len(batch.dropped) for batch in batches)
+
+
+async def test_the_proposed_names_of_steps_and_weights_have_the_figures_of_the_records(told: TrainedRun) -> None:
+    spans = await whole(told)
+    steps = {event.step: event for event in await told.read(topics.STEPS) if isinstance(event, StepCompleted)}
+    for span in (span for span in spans if span.name == "step"):
+        event = steps[int(span.attributes["rl.loop.iteration"])]
+        assert span.attributes["rl.train.loss"] == event.loss
+        assert span.attributes["rl.train.tokens"] == event.trained_tokens
+        assert span.attributes["rl.environment.reward.mean"] == event.reward_mean
+    versions = {event.version: event for event in await told.read(topics.WEIGHTS)
+                if isinstance(event, WeightVersionPublished)}  # fmt: skip
+    for span in (span for span in spans if span.name == "publish weights"):
+        files = versions[int(span.attributes["turnlog.weight_version"])].files
+        assert span.attributes.get("rl.sync.bytes", 0) == sum(file.blob.size for file in files)
+    assert {span.attributes["rl.sync.destination"] for span in spans if span.name == "swap weights"} != set()
+
+
+def test_what_all_spans_of_a_run_share_names_system_run_algorithm_and_model() -> None:
+    shared = resource_of(Settings(run=RunSettings(id="mine"), model=ModelSettings(path="/models/policy")))
+    assert shared["rl.run.id"] == shared["service.instance.id"] == "mine"
+    assert (shared["rl.system"], shared["rl.model.name"]) == ("turnlog", "policy")
+    assert shared["rl.algorithm"] == Settings().trainer.algorithm
+    external = resource_of(Settings(trainer=TrainerSettings(kind="external")))
+    assert not {"rl.algorithm", "rl.model.name"} & set(external), "neither is known"
 
 
 async def test_nothing_that_was_said_is_in_a_span(told: TrainedRun) -> None:
@@ -237,6 +303,15 @@ async def test_a_token_is_sent_to_the_collector_alone(told: TrainedRun, collecto
     assert {headers["authorization"] for headers in collector.headers} == {"Bearer hush"}
     assert "hush" not in repr(rules)
     assert all(b"hush" not in request.SerializeToString() for request in collector.requests)
+
+
+async def test_a_header_of_opentelemetrys_own_variable_reaches_the_collector(
+    told: TrainedRun, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does MLflow want the number of its experiment."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "x-mlflow-experiment-id=1")
+    await rounds(told.role("trace"), Otlp(TraceSettings(), collector.url, SERVICE))
+    assert {headers["x-mlflow-experiment-id"] for headers in collector.headers} == {"1"}
 
 
 def test_without_an_address_the_command_says_where_to_put_one(tmp_path: Path) -> None:

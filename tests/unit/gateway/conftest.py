@@ -19,7 +19,7 @@ from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_engine import MemoryEngine
 from tests.fakes.memory_log import MemoryLog
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.engine import Engine
+from turnlog.infra.engines.kinds import Connect
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Appender, Log, LogUnavailable, Partition, Reader, TopicSpec
 from turnlog.infra.registry import MemoryRegistry
@@ -149,7 +149,7 @@ class Rig:
         self.script = Script(self.tokens)
         self.engines = {"e0": self.new_engine("http://e0")}
         self._stack = stack
-        self.connect: Callable[[str], Engine] | None = lambda url: self.engines[url.removeprefix("http://")]
+        self.connect: Connect | None = lambda url, _: self.engines[url.removeprefix("http://")]
         """None: as a gateway of its own has it."""
         self.url = ""
         self.request_s = REQUEST_S
@@ -181,11 +181,16 @@ class Rig:
         return stack
 
     async def engine_says(
-        self, name: str = "e0", state: str = "serving", version: int = 0, base_version: int | None = None
+        self,
+        name: str = "e0",
+        state: str = "serving",
+        version: int = 0,
+        base_version: int | None = None,
+        kind: str = "sglang",
     ) -> None:
         """What the engine's weight loader writes."""
         event = EngineRegistered(
-            event_id=ids.digest("EngineRegistered", name, state, version),
+            event_id=ids.digest("EngineRegistered", name, state, version, kind),
             run_id="r",
             engine_id=name,
             url=f"http://{name}",
@@ -193,6 +198,7 @@ class Rig:
             version=version,
             model="m",
             base_version=base_version,
+            kind=kind,
         )
         await self.events.append(event)
 

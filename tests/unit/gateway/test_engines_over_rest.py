@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
+from turnlog.infra.roles.fleet import BadKind, register
 from turnlog.processors.core.views.fleet import SETTINGS
 from turnlog.schemas.events import EngineRequested
+from turnlog.settings import GatewaySettings
 
 
 def key(rig: Any) -> dict[str, str]:
@@ -34,13 +37,30 @@ async def test_engines_are_listed_scaled_registered_and_drained(rig: Any) -> Non
     assert await asked("scale", count=3, reason="many wait") == {"engine-1": "serving", "engine-2": "serving"}
     assert await asked("scale", count=1) == {"engine-2": "gone", "engine-1": "gone"}
     assert await asked("register", url="http://sglang-7:30000/") == {"sglang-7:30000": "serving"}
+    assert await asked("register", url="http://vllm-7:8000", kind="vllm") == {"vllm-7:8000": "serving"}
+    assert await asked("register", url="http://vllm-7:8000") == {"vllm-7:8000": "serving"}
     assert await asked("drain", engine="http://e0") == {"e0": "gone"}
     listed = (await rig.http.get("/engines", headers=key(rig))).json()["engines"]
     assert {engine["id"]: (engine["wanted"], engine["state"]) for engine in listed} == {
         "engine-0": ("serving", ""), "engine-1": ("gone", ""), "engine-2": ("gone", ""),
-        "sglang-7:30000": ("serving", ""), "e0": ("gone", "serving"),
+        "sglang-7:30000": ("serving", ""), "vllm-7:8000": ("serving", ""), "e0": ("gone", "serving"),
     }  # fmt: skip
-    assert "many wait" in {event.reason for event in await rig.written("EngineRequested")}
+    requests = await rig.written("EngineRequested")
+    assert "many wait" in {event.reason for event in requests}
+    assert [event.kind for event in requests if event.engine_id == "vllm-7:8000"] == ["vllm", "vllm"]
+
+
+async def test_a_kind_is_refused_for_a_hosted_engine_and_if_it_lacks_what_the_settings_need(rig: Any) -> None:
+    await hosted(rig)
+    await rig.engine_says("engine-0")
+    body = {"url": "http://engine-0", "kind": "vllm"}
+    answer = await rig.http.post("/engines/register", json=body, headers=key(rig))
+    assert (answer.status_code, "is hosted" in answer.json()["error"]["message"]) == (400, True)
+    role = rig.gateway.role
+    role.settings = dataclasses.replace(role.settings, gateway=GatewaySettings(routed_experts="on"))
+    with pytest.raises(BadKind, match=r"routed experts.*gateway\.routed_experts"):
+        await register(role, "http://vllm-7:8000", kind="vllm")
+    assert len(await rig.written("EngineRequested")) == 1
 
 
 @pytest.mark.parametrize(
@@ -68,6 +88,7 @@ async def test_engines_are_listed_scaled_registered_and_drained(rig: Any) -> Non
             ("register", {"url": "http://new:1", "name": name}, "letters, digits and . _ : -")
             for name in ("a\nb", "../x", "<script>", "x" * 5000, " ")
         ),
+        ("register", {"url": "http://new:1", "kind": "tpu"}, "kind must be sglang or vllm, got 'tpu'"),
         ("register", {"url": "http://new:1", "name": "e0"}, "engine 'e0' is at http://e0: register http://new:1 under"),
         ("drain", {"engine": "nobody"}, "no engine 'nobody'; it has e0"),
     ],

@@ -12,7 +12,8 @@ import pytest
 from tests.tiny_model import make_tiny_moe
 from turnlog.infra.blobs import expert_rows
 from turnlog.infra.embedded.servers import EngineServer
-from turnlog.infra.engine import Generate, OutputChunk, SGLang
+from turnlog.infra.engines.protocol import Generate, OutputChunk
+from turnlog.infra.engines.sglang import SGLang
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas.events import RewardAssigned, SegmentSample, Verifier

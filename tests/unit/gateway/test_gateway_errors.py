@@ -18,7 +18,7 @@ from tests.fakes.memory_engine import MemoryEngine
 from tests.secured import Authority
 from tests.unit.gateway.conftest import WINDOW, rigged, until
 from tests.unit.producers.test_admission import published
-from turnlog.infra.engine import EngineDead, Generate, OutputChunk
+from turnlog.infra.engines.protocol import EngineDead, Generate, OutputChunk
 from turnlog.infra.roles import tls
 from turnlog.infra.run_folder import GATEWAY_KEY
 from turnlog.producers.gateway.engines import SILENCE_S, EnginePool, WeightRequirement
@@ -142,7 +142,7 @@ class Clock:
 
 async def test_requests_that_fail_together_are_one_outage_and_a_rest_grows_with_each_in_vain() -> None:
     clock = Clock()
-    engines = EnginePool(connect=lambda _: MemoryEngine(vocabulary=8, context=8), clock=clock)
+    engines = EnginePool(connect=lambda *_: MemoryEngine(vocabulary=8, context=8), clock=clock)
     engines.apply(
         EngineRegistered(event_id="e", run_id="r", engine_id="e0", url="u", state="serving", version=0, model="m")
     )

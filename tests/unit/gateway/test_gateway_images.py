@@ -113,6 +113,16 @@ async def urls_of(rig: Any, images: Any) -> list[str]:
     return [data_url(content) for content in contents]
 
 
+async def test_a_turn_with_an_image_goes_to_an_engine_of_a_kind_that_takes_them(sees: Any) -> None:
+    sees.engines["e1"] = sees.new_engine("http://e1")
+    sees.engines["e1"].vocabulary += 1
+    await sees.engine_says("e0", kind="vllm")
+    await sees.engine_says("e1")
+    for number in range(6):
+        await said(sees, await sees.open(f"rollout-{number}", group_size=6), [shows(CAT)])
+    assert {turn.engine_id for turn in await sees.written("TurnCompleted")} == {"e1"}
+
+
 async def test_an_image_is_stored_once_and_seen_at_its_place_in_every_later_turn(sees: Any) -> None:
     session = await sees.open(group_size=1)
     messages = [shows(CAT)]

@@ -93,7 +93,7 @@ class Replicas:
         name = f"gateway-{number}"
         events = await stack.enter_async_context(EventLog.open(log, self.rig.registry, writer=name))
         role = Role("gateway", name, settings, log, events, self.rig.blobs, Health("gateway"))
-        gateway = await Gateway.create(role, own, connect=lambda url: self.rig.engines[url.removeprefix("http://")])
+        gateway = await Gateway.create(role, own, connect=lambda url, _: self.rig.engines[url.removeprefix("http://")])
         await stack.enter_async_context(gateway.current())
         await stack.enter_async_context(serving(gateway, listener))
         self.urls.append(own)

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from tests.fakes.memory_engine import MemoryEngine
 from tests.unit.gateway.conftest import until
-from turnlog.infra.engine import Generate, OutputChunk
+from turnlog.infra.engines.protocol import Generate, OutputChunk
 from turnlog.infra.roles.health import QuietServer, listening, uvicorn_config
 from turnlog.producers.gateway_client import GatewayClient, OpenSession
 from turnlog.schemas.events import Boundary, FinishReason

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from tests.unit.gateway.conftest import until
-from turnlog.infra.engine import Adapter
+from turnlog.infra.engines.protocol import Adapter
 from turnlog.schemas.events import VersionSpan
 from turnlog.schemas.types import int32s
 from turnlog.settings import Settings

@@ -16,7 +16,8 @@ import pytest
 from tests.fakes.pictures import data_url, encoded, painted
 from tests.tiny_model import make_tiny_vision
 from turnlog.infra.embedded.servers import EngineServer
-from turnlog.infra.engine import Adapter, EngineImage, Generate, SGLang, SGLangControl
+from turnlog.infra.engines.protocol import Adapter, EngineImage, Generate
+from turnlog.infra.engines.sglang import SGLang, SGLangControl
 from turnlog.schemas.events import Boundary, TokenSnapshot
 from turnlog.schemas.types import float32s, int32s
 from turnlog.settings import EngineSettings

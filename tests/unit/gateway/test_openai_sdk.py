@@ -15,7 +15,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from tests.unit.gateway.conftest import WINDOW
 from tests.unit.gateway.test_gateway_retries import until
-from turnlog.infra.engine import EngineRefused
+from turnlog.infra.engines.protocol import EngineRefused
 from turnlog.schemas.events import Boundary, FinishReason
 
 APIS = ["chat", "responses"]

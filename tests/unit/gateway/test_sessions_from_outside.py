@@ -13,6 +13,7 @@ import orjson
 import pytest
 from prometheus_client import REGISTRY
 
+import turnlog.client
 from turnlog.processors.core.fold.group import offline
 from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.producers.gateway.app import build
@@ -21,7 +22,7 @@ from turnlog.producers.gateway.requests import Claims, finish_request, open_requ
 from turnlog.schemas.events import GroupScored, SegmentSample
 from turnlog.schemas.events.tasks import Sampling
 from turnlog.schemas.topics import TOPIC_OF
-from turnlog.settings import Settings
+from turnlog.settings import GatewaySettings, Settings
 
 ROOT = Path(__file__).parents[3]
 QUESTION = {"role": "user", "content": "3 + 5 = ?"}
@@ -130,9 +131,10 @@ async def test_the_page_shows_how_a_rollout_from_outside_is_opened_and_judged(ri
     shown: dict[str, Any] = {}
     exec(block, shown)
     rig.script.says("8")
-    key_of_gateway = rig.gateway.keys.first.decode()
+    keys = GatewaySettings(url=rig.url, signing_key=rig.gateway.keys.first.decode())
+    run = turnlog.client.connect(Settings(gateway=keys))
     right, wrong = [
-        await asyncio.to_thread(shown["rollout"], rig.url, key_of_gateway, "sum-1", 2, index, "3 + 5 = ?", answer)
+        await asyncio.to_thread(shown["rollout"], run, "sum-1", 2, index, "3 + 5 = ?", answer)
         for index, answer in ((0, "8"), (1, "no"))
     ]
     assert (right, wrong) == (1.0, 0.0)

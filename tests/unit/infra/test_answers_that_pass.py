@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tests.contract.test_https import served
-from turnlog.infra.engine import EngineDead, EngineRefused, Generate, SGLang, SGLangControl
+from turnlog.infra.engines.protocol import EngineDead, EngineRefused, Generate
+from turnlog.infra.engines.sglang import SGLang, SGLangControl
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import ClockRefused, TopicSpec
 from turnlog.infra.registry import (

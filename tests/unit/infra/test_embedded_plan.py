@@ -144,8 +144,9 @@ def test_an_engine_takes_adapters_where_they_are_published(own_servers: Settings
     assert {"q_proj", "down_proj", "torch_native"} < set(told)
 
 
-def test_no_trainer_is_started_where_torchrun_starts_it(own_servers: Settings) -> None:
-    trainer = dataclasses.replace(own_servers.trainer, launcher="torchrun")
+@pytest.mark.parametrize("starts", [{"launcher": "torchrun"}, {"kind": "external"}])
+def test_no_trainer_is_started_where_another_starts_it(own_servers: Settings, starts: dict[str, str]) -> None:
+    trainer = dataclasses.replace(own_servers.trainer, **starts)  # type: ignore[arg-type]
     asked = dataclasses.replace(own_servers, trainer=trainer)
     names = [{member.launch.name for member in LaunchPlan(settings).members} for settings in (own_servers, asked)]
     assert names[0] - names[1] == {"trainer-0"}
@@ -171,14 +172,18 @@ def test_a_dashboard_comes_with_its_indexer_on_the_address_that_is_told(own_serv
 def test_embedded_engines_take_neighbouring_gpus_behind_those_of_the_trainer(tiny_model: Path) -> None:
     settings = EngineSettings(device="cuda", gpus=2, first_gpu=4)
 
-    def arguments(settings: EngineSettings, number: int) -> tuple[str, ...]:
+    def arguments(settings: EngineSettings, number: int, place: int | None = None) -> tuple[str, ...]:
         name = f"engine-{number}"
-        argv = EngineServer(tiny_model, settings, log=tiny_model / f"{name}.log", name=name).launch().argv
+        log = tiny_model / f"{name}.log"
+        argv = EngineServer(tiny_model, settings, log=log, name=name, place=place).launch().argv
+        assert argv[argv.index("--random-seed") + 1] == str(number + 1), "engines of a run sample differently"
         return argv[argv.index("--tp-size") :][:4]
 
     assert [arguments(settings, number) for number in (0, 1)] == [
         ("--tp-size", "2", "--base-gpu-id", "4"),
         ("--tp-size", "2", "--base-gpu-id", "6"),
     ]
+    alone = arguments(settings, 1, place=0)
+    assert alone == ("--tp-size", "2", "--base-gpu-id", "4"), "an engine on a machine of its own has all GPUs there"
     on_ray = dataclasses.replace(settings, launcher="ray")
     assert "--base-gpu-id" not in arguments(on_ray, 1), "an actor on Ray sees no other GPUs than its own"

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from turnlog.infra.engine import EngineImage, EngineRefused, Generate, OutputChunk, SGLang
+from turnlog.infra.engines.protocol import EngineImage, EngineRefused, Generate, OutputChunk
+from turnlog.infra.engines.sglang import SGLang
 
 PROMPT = [7, 9, 9, 8]
 

@@ -25,7 +25,7 @@ from turnlog.cli import main
 from turnlog.infra.embedded import liveness
 from turnlog.infra.embedded.plan import waiting_for
 from turnlog.infra.embedded.servers import EngineServer
-from turnlog.infra.engine import SGLang, SGLangControl
+from turnlog.infra.engines.sglang import SGLang, SGLangControl
 from turnlog.infra.environments.verifiers.judges import client
 from turnlog.infra.registry import HttpRegistry
 from turnlog.infra.roles import http_clients

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.training_side import CPU, HOST, TrainingSide, filled, plan_of, specs_of
-from turnlog.infra.engine import Transfer
+from turnlog.infra.engine_plugin.order import Transfer
 from turnlog.infra.tensors.digests import bucket_tensors
 from turnlog.infra.tensors.files import TensorSpec
 from turnlog.infra.tensors.transfer import Receiver, SenderGroup, TransferBroken, TransferPlan
@@ -176,7 +176,7 @@ def test_a_sender_is_told_of_an_engine_that_dies_or_hangs_in_a_bucket(backend: s
             side.timeout_s = 2.0
             engine.send_signal(how)
             with pytest.raises(TransferBroken):
-                sending.result(timeout=60)
+                sending.result(timeout=120)  # a wait that began before may take 60 s
             engine.kill()
     assert not [path for path in Path("/dev/shm").iterdir() if "turnlog-bucket" in path.name]
 

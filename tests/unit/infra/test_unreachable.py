@@ -10,7 +10,7 @@ import pytest
 from turnlog import cli
 from turnlog.infra.blobs import StoreUnavailable, StoreUnreachable
 from turnlog.infra.embedded.ports import HOST, free_ports
-from turnlog.infra.engine import EngineDead
+from turnlog.infra.engines.protocol import EngineDead
 from turnlog.infra.log import LogUnavailable, LogUnreachable, TransactionFailed
 from turnlog.infra.registry import HttpRegistry, RegistryUnreachable
 from turnlog.infra.roles import is_unreachable
