@@ -27,8 +27,8 @@ class CorruptBatch(Exception):
     its manifest (`turnlog replay` recomputes it), or restore the object in the store."""
 
 
-def write_rows(rows: BatchRows) -> bytes:
-    """Return the Arrow IPC file of a batch."""
+def rows_table(rows: BatchRows) -> pa.Table:
+    """Return the table of a batch, one row per sample."""
     ends = np.cumsum(rows.lengths, dtype=np.int32)
     offsets = pa.array(np.concatenate([[0], ends]).astype(np.int32))
     columns: dict[str, pa.Array] = {}
@@ -42,7 +42,12 @@ def write_rows(rows: BatchRows) -> bytes:
             columns[name] = pa.ListArray.from_arrays(offsets, pa.array(column, ARROW[str(dtype)]))
         elif name != "lengths":  # the list columns imply the lengths
             columns[name] = pa.array(column, ARROW[str(dtype)])
-    table = pa.table(columns)
+    return pa.table(columns)
+
+
+def write_rows(rows: BatchRows) -> bytes:
+    """Return the Arrow IPC file of a batch."""
+    table = rows_table(rows)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)

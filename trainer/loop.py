@@ -1,26 +1,19 @@
-"""The trainer's loop: manifest -> step -> transaction -> checkpoint, and weights beside the next step.
+"""The Megatron trainer's loop: manifest -> step -> transaction -> checkpoint, and weights beside the next step.
 
-Order of effects, and why a kill at any instruction neither repeats nor skips a batch in the effective history (readers
-take the highest trainer generation, `incarnation`, per batch_index):
+`generation` says which rules keep a kill at any instruction from repeating or skipping a batch in the effective history
+(readers take the highest trainer generation, `incarnation`, per batch_index). Order of effects here:
 
-  1. The transactor is entered: the previous owner is fenced, its open transaction aborted. Then the generation number
-     is taken.
-  2. The newest checkpoint is loaded (or the model folder) and its weights are published under a new version number.
-  3. Per batch: read and check the file, which was begun during the previous step (`ReadAhead`), step, export weights
-     if the rollout batch publishes, then StepCompleted in a transaction. Only after the commit does the cursor move,
-     and only then may a checkpoint begin, so that it never covers a step that is not on the log. The checkpoint is
-     written while the next steps run (`Saves`), and so are weights published, in a later transaction
-     (`Publications`): lags count them from their step on, and a checkpoint may cover a version that is not out yet.
-     With [engine] colocate a step waits until every engine has released its memory (`SharedDevice`).
-  4. If the trainer is killed before the commit, the step is not on the log and the next generation takes the batch
-     again. If it is killed after the commit, the batches since the last checkpoint are stepped again from the same
-     weights under the next generation, whose records are effective. With the same layout and threads on CPU their
-     losses are bitwise equal.
+  1. The transactor is entered. The newest checkpoint is loaded (or the model folder), its marker claims the generation
+     number, and its weights are published under a new version number.
+  2. Per batch: read and check the file, which was begun during the previous step (`ReadAhead`), step, export weights
+     if the rollout batch publishes, then StepCompleted in a transaction. A checkpoint is written while the next steps
+     run (`Saves`), and so are weights published, in a later transaction (`Publications`): lags count them from their
+     step on, and a checkpoint may cover a version that is not out yet. With [engine] colocate a step waits until every
+     engine has released its memory (`SharedDevice`).
+  3. If the trainer is killed after the commit, the batches since the last checkpoint are stepped again from the same
+     weights under the next generation. With the same layout and threads on CPU their losses are bitwise equal.
 
-The generation and the next version number follow from weight-versions, since each generation publishes the weights that
-it starts from before its first step. They are read after the fence: by then no record of the previous owner can appear
-any more. `rerun` trains again over the manifests of a run and publishes nothing: its losses must be those of
-train-steps.
+`rerun` trains again over the manifests of a run and publishes nothing: its losses must be those of train-steps.
 """
 
 from __future__ import annotations
@@ -35,77 +28,47 @@ from collections.abc import Awaitable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import numpy as np
 from prometheus_client import Counter, Gauge
 
 from turnlog.infra.batch_files import PARQUET, write_tokens
-from turnlog.infra.event_log import EventLog
-from turnlog.infra.history import caught_up, read_range
-from turnlog.infra.log import Commit, Log, Partition, Reached, Transactor, own_ends
+from turnlog.infra.history import caught_up
+from turnlog.infra.log import Transactor
 from turnlog.infra.roles.health import count_tokens
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role, open_role
-from turnlog.names import ConsumerGroup, TransactionalId
+from turnlog.names import TransactionalId
 from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.processors.core.views.progress import ANNOUNCED, WeightChain
+from turnlog.processors.core.views.progress import ANNOUNCED
 from turnlog.schemas.events import (
     BatchSkipped,
-    Event,
     MaskReason,
     SampleBatchFormed,
     StepCompleted,
     WeightVersionPublished,
 )
-from turnlog.schemas.ids import digest
-from turnlog.schemas.topics import WEIGHTS
-from turnlog.settings import Settings
+from turnlog.schemas.types import BlobRef
+from turnlog.settings import Settings, SettingsError
 from turnlog.trainer import CheckpointDamaged, Diverged, launch
 from turnlog.trainer.algorithms.draws import Call, DrawPasses, ForwardPass, Kept
 from turnlog.trainer.algorithms.objective import Floats, Objective
-from turnlog.trainer.batches import (
-    PARTITION,
-    POLL_S,
-    Fetch,
-    Manifests,
-    ReadAhead,
-    SharedDevice,
-    Tokenizers,
-    read_truncation_flags,
-    trained_rows,
-)
+from turnlog.trainer.batches import SharedDevice, read_truncation_flags, trained_rows
 from turnlog.trainer.calls import R, Ranks
-from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor, bring, check_not_stored, cursor_of, cursor_values
+from turnlog.trainer.checkpoints.cursor import Checkpoints, bring, check_not_stored, cursor_of, cursor_values
 from turnlog.trainer.checkpoints.places import CACHE, FolderPlace, RunBlobs, checkpoints_directory, store_place
-from turnlog.trainer.checkpoints.publications import VERSION, Publications, version_event
+from turnlog.trainer.checkpoints.publications import VERSION, Publications
 from turnlog.trainer.checkpoints.saves import NeededByEvaluations, Saves
 from turnlog.trainer.checkpoints.state import read_common
 from turnlog.trainer.export import ExportedWeights
 from turnlog.trainer.families.family import read_shape
+from turnlog.trainer.generation import Generation, StepFigures, mean_reward
 from turnlog.trainer.launch import LearnerThread, ranks
 from turnlog.trainer.learner import Learner, StepResult
+from turnlog.trainer.manifests import PARTITION, POLL_S, Cursor, Fetch, Manifests, ReadAhead, Tokenizers
 from turnlog.trainer.models.experts import unrouted_rows
 from turnlog.trainer.plan import LearningPlan, add_weight_hashes, check_unchanged, learning_plan
 from turnlog.trainer.tiny_policy import initial_weights
 from turnlog.trainer.transfers import Transfers
-
-VERSIONS = Partition(WEIGHTS.name, 0)
-
-
-async def read_past(log: Log, events: EventLog, run_id: str) -> tuple[WeightChain, WeightVersionPublished | None]:
-    """Return the published weight versions of previous generations, and the last full one, which needs no other
-    version.
-
-    Call this after entering the transactor. Raises TransactionHanging.
-    """
-    starts, ends = await log.start_offsets([VERSIONS]), await own_ends(log, [VERSIONS])
-    past, whole = WeightChain(), None
-    async with log.reader() as reader:
-        async for record in read_range(reader, starts, ends):
-            event = await events.decode_known(record)
-            if isinstance(event, WeightVersionPublished) and event.run_id == run_id:
-                past.apply(event)
-                whole = event if event.kind == "full" and event.files else whole
-    return past, whole
+from turnlog.trainer.weight_records import version_event
 
 
 def draw_passes(
@@ -131,8 +94,13 @@ MEASURED = Gauge("turnlog_trainer_measure", "Measurements of the algorithm at th
 
 async def main(role: Role) -> None:
     """Train until feeder.draws rollout batches are trained or the role stops. Raises TrainerError, CorruptBatch,
-    LogError.
+    LogError, SettingsError.
     """
+    if role.settings.trainer.kind != "megatron":
+        raise SettingsError(
+            f"trainer.kind is {role.settings.trainer.kind}, and this role is the Megatron trainer, which would fence "
+            "yours: start your own (docs/client.md), or set trainer.kind to megatron"
+        )
     plan = learning_plan(role.settings)
     if role.settings.trainer.checkpoints == "s3":
         place = await store_place(role, checkpoints_directory(role.settings) / CACHE, owned=True)
@@ -194,56 +162,47 @@ class Trainer:
         )
         self._shape = read_shape(plan.model)
         self._tokenizers = Tokenizers(role, plan.model)
-        self._cursor = Cursor()
+        self._generation = Generation(role, transactor)
         self._saves = Saves(
-            self._checkpoints, learner.call, self._check_owner, NeededByEvaluations(role, self._checkpoints)
+            self._checkpoints, learner.call, self._generation.check_owner, NeededByEvaluations(role, self._checkpoints)
         )
-        self._incarnation = -1
-        self._versions = WeightChain()
         self._of: ExportedWeights = "adapter" if settings.trainer.publish == "adapter" else "merged"
-        self._whole: WeightVersionPublished | None = None
-        """The last full version, which needs no other version; adapters are based on it."""
         self._kept: Kept = {}
         self._passes: DrawPasses
-        self._reached: Reached
         self._shared = SharedDevice(role) if settings.engine.colocate else None
         self._is_direct = settings.trainer.publish == "direct"
         self._transfers: Transfers | None = None
 
     async def run(self) -> None:
         """Train as described in the module docstring."""
-        group = ConsumerGroup.TRAINER.format(run=self._run_id)
-        self._reached = await Reached.from_log(self._role.log, self._transactor, group, [PARTITION])
         await self._take_over()
-        if not self._is_done():
+        if self._generation.is_start_due:
             await self._publish_start()
         async with AsyncExitStack() as stack:
             if self._is_direct:
                 self._transfers = await stack.enter_async_context(self._open_transfers())
             await self._train_all()
             if self._transfers is not None:
-                await self._transfers.store_last(self._cursor)
+                await self._transfers.store_last(self._generation.cursor)
         await self.publications.settle()
-        if self._cursor.offset is not None:
-            await self._reached.say({PARTITION: Commit(self._cursor.offset)}, last=True)
+        await self._generation.say_reached(last=True)
         await self._saves.settle()
-        if self._saves.saved is None or self._cursor.step > self._saves.saved.step:  # skipped draws are read again
+        cursor = self._generation.cursor
+        if self._saves.saved is None or cursor.step > self._saves.saved.step:  # skipped draws are read again
             await self._save()
             await self._saves.settle()
-        log.info("trained %d of %d draws, %d steps", self._cursor.draws, self._draws, self._cursor.step)
+        log.info("trained %d of %d draws, %d steps", cursor.draws, self._draws, cursor.step)
 
     def _open_transfers(self) -> Transfers:
-        beat = functools.partial(_beat, self._role)
-        return Transfers(
-            self._role, self._incarnation, self._learner.call, self.publications, self._versions, self._record, beat
-        )
+        beat, own = functools.partial(_beat, self._role), self._generation
+        return Transfers(self._role, own.number, self._learner.call, self.publications, own.versions, own.record, beat)
 
     async def _train_all(self) -> None:
         """Train until all rollout batches are trained or the role stops."""
         async with AsyncExitStack() as stack:
             reader = await stack.enter_async_context(self._role.log.reader())
             start = (await self._role.log.start_offsets([PARTITION]))[PARTITION]
-            manifests = Manifests(reader, self._role.events, self._run_id, self._cursor, start=start)
+            manifests = Manifests(reader, self._role.events, self._run_id, self._generation.cursor, start=start)
             self._passes = draw_passes(self._plan.objective, self._call, manifests, self._rows, self._role, self._kept)
             self._role.health.mark_started()
             if self._shared is not None:
@@ -253,18 +212,17 @@ class Trainer:
 
     async def _train_batches(self, ahead: ReadAhead) -> None:
         free = time.monotonic()
-        while not self._role.stopping.is_set() and not self._is_done():
+        while not self._role.stopping.is_set() and not self._generation.is_done:
             _beat(self._role)
             batch = await ahead.next(timeout_s=POLL_S)
             if batch is None:
-                await self._say_reached()
+                await self._generation.say_reached()
                 await self._saves.look()
                 await self.publications.look()
                 if self._transfers is not None:
-                    await self._transfers.look(self._cursor)
+                    await self._transfers.look(self._generation.cursor)
             elif isinstance(batch.manifest, BatchSkipped):
-                after = batch.manifest.batch_index + 1
-                self._cursor = dataclasses.replace(self._cursor, next_batch=after, offset=batch.offset)
+                self._generation.pass_over(batch.manifest, batch.offset)
             else:
                 assert batch.rows is not None
                 there = max(free, batch.known_at)
@@ -288,21 +246,21 @@ class Trainer:
             else:  # rejected before anything is claimed
                 check_unchanged(said.get("learning", {}), self._plan, held.name)
                 break
-        self._versions, self._whole = await read_past(self._role.log, self._role.events, self._run_id)
-        await self._reached.check_owner()
-        self._incarnation = await asyncio.to_thread(self._checkpoints.claim, self._versions.incarnation + 1)
+        own = self._generation
+        await own.begin()
+        own.number = await asyncio.to_thread(self._checkpoints.claim, own.least_number)
         folder = await self._restore_newest()
         if folder is not None:
             common = read_common(folder)
-            self._saves.saved = self._cursor = cursor_of(common, critic=self._plan.objective.critic is not None)
+            self._saves.saved = own.cursor = cursor_of(common, critic=self._plan.objective.critic is not None)
             self._saves.name = folder.name
             self._kept = common.get("draw", {})
-            self._plan = self._plan.behind(self._cursor.inherited, self._cursor.critic_from)
-        elif self._incarnation:
+            self._plan = self._plan.behind(own.cursor.inherited, own.cursor.critic_from)
+        elif own.number:
             log.warning(
-                "none of the %d earlier trainer generations left a checkpoint: training starts over", self._incarnation
+                "none of the %d earlier trainer generations left a checkpoint: training starts over", own.number
             )
-        log.info("incarnation %d starts at batch %d", self._incarnation, self._cursor.next_batch)
+        log.info("incarnation %d starts at batch %d", own.number, own.cursor.next_batch)
 
     async def _restore_newest(self) -> Path | None:
         """Restore the newest checkpoint in which no rank finds a damaged file, and return its folder; None if there is
@@ -327,7 +285,8 @@ class Trainer:
             await self._save()
             await self._saves.settle()
         checkpoint = self._checkpoints.checkpoint_address(self._saves.name)
-        if self._of == "adapter" and not (self._whole and await self.publications.holds(self._whole.checksums)):
+        whole = self._generation.whole
+        if self._of == "adapter" and not (whole and await self.publications.holds(whole.checksums)):
             await self._go_out(checkpoint if begins else None, "base")
             if begins:
                 return
@@ -338,9 +297,8 @@ class Trainer:
         adapters begin.
         """
         found = await self._learner.call(Learner.digests) if self._is_direct else None
-        due = await self._due(self._cursor, checkpoint, of, None if found is None else found[1])
-        self._versions.apply(due)
-        self._whole = due if due.kind == "full" else self._whole
+        due = await self._due(self._generation.cursor, checkpoint, of, None if found is None else found[1])
+        self._generation.count_version(due)
         await self.publications.settle()
 
     async def _train(
@@ -350,28 +308,25 @@ class Trainer:
         waited_s = self.publications.waited_s() + (self._transfers.waited_s() if self._transfers else 0.0)
         seconds |= {"checkpoint": self._saves.waited_s(), "publish": waited_s}
         mark = time.monotonic()
-        rate = self._plan.learning_rate(self._cursor.step)
+        rate = self._plan.learning_rate(self._generation.cursor.step)
         computed = self._plan.objective.rows_to_compute(rows)
         result = await self._step(manifest, computed, ahead, rate)
         seconds["step"] = time.monotonic() - mark
         _beat(self._role)
-        cursor = self._after(manifest, offset, skipped=result.skipped)
+        cursor = self._generation.after(manifest, offset, skipped=result.skipped)
         mark = time.monotonic()
         told = result.tokens
         file = None if told is None else await self._role.blobs.put(write_tokens(computed, told), media_type=PARQUET)
-        due = await self._make_due(cursor) if self._publishes(manifest, cursor) else None
+        due = await self._make_due(cursor) if self._generation.is_publication_due(manifest, cursor) else None
         seconds["export"] = time.monotonic() - mark
-        completed = dataclasses.replace(
-            self._build_step_record(manifest, rows, computed, result, rate, seconds), token_file=file
-        )
+        completed = self._build_step_record(manifest, rows, computed, result, rate, seconds, file)
         announced = [due] if due is not None and due.state == ANNOUNCED else []
-        await self._role.events.transact(self._transactor, [completed, *announced])
-        self._cursor = cursor
+        await self._generation.record_step(completed, cursor, announced)
         if due is not None:  # lags count this version from here on
-            self._versions.apply(due)
+            self._generation.count_version(due)
         self._observe(rows, completed)
         if self._transfers is not None and due is not None:
-            await self._transfers.publish(due, cursor, last=self._is_done())
+            await self._transfers.publish(due, cursor, last=self._generation.is_done)
         self._check_converges(manifest)
         await self._saves.look()
         if cursor.step % self._role.settings.trainer.checkpoint_every == 0 or self._is_evaluation_due(manifest, cursor):
@@ -384,8 +339,8 @@ class Trainer:
         numbers = await self._passes.numbers(manifest, rows)
         ahead.begin()
         every = self._role.settings.trainer.token_files_every
-        tells = every > 0 and self._cursor.step % every == 0
-        held = self._versions.of_step(self._cursor.step)
+        tells = every > 0 and self._generation.cursor.step % every == 0
+        held = self._generation.versions.of_step(self._generation.cursor.step)
         step = self._learner.call(Learner.step, rows, self._plan.objective, rate, numbers, tells, held)
         result = await self._beside(step)
         self._passes.release_batch(rows)
@@ -399,7 +354,7 @@ class Trainer:
             return True
         mark = time.monotonic()
         await self.publications.settle()  # then the records that engines follow are on the log
-        free = await self._shared.free(self._versions.newest, functools.partial(_beat, self._role))
+        free = await self._shared.free(self._generation.versions.newest, functools.partial(_beat, self._role))
         seconds["wait"] += time.monotonic() - mark
         return free
 
@@ -407,16 +362,13 @@ class Trainer:
         await self._tokenizers.check(manifest)
         return await trained_rows(manifest, self._role, self._shape, self._plan.model)
 
-    def _is_done(self) -> bool:
-        return self._cursor.draws >= self._draws
-
     async def _call(self, method: ForwardPass, rows: BatchRows) -> Floats:
         _beat(self._role)
         return await self._learner.call(method, rows)
 
     def _check_converges(self, manifest: SampleBatchFormed) -> None:
         """Raises Diverged after [trainer] max_skipped steps in a row without a finite gradient."""
-        skipped, limit = self._cursor.skipped, self._role.settings.trainer.max_skipped
+        skipped, limit = self._generation.cursor.skipped, self._role.settings.trainer.max_skipped
         if limit and skipped >= limit:
             raise Diverged(
                 f"{skipped} steps in a row had no finite gradient and changed no weights, the last one on batch "
@@ -425,52 +377,30 @@ class Trainer:
                 "earlier checkpoint and lower trainer.learning_rate; trainer.max_skipped = 0 continues regardless"
             )
 
-    def _after(self, manifest: SampleBatchFormed, offset: int, *, skipped: bool) -> Cursor:
-        return dataclasses.replace(
-            self._cursor,
-            next_batch=manifest.batch_index + 1,
-            offset=offset,
-            step=self._cursor.step + 1,
-            draws=self._cursor.draws + (manifest.part == manifest.parts - 1),
-            skipped=self._cursor.skipped + 1 if skipped else 0,
-        )
-
     def _is_evaluation_due(self, manifest: SampleBatchFormed, after: Cursor) -> bool:
         """Whether the feeder requests an evaluation round of the weights after this batch."""
         every = self._role.settings.eval.every
         return every > 0 and manifest.part == manifest.parts - 1 and after.draws % every == 0
 
-    def _publishes(self, manifest: SampleBatchFormed, after: Cursor) -> bool:
-        """Whether to publish: after the last part of every publish_every-th trained rollout batch, and after the run's
-        last step.
-        """
-        last_part = manifest.part == manifest.parts - 1
-        due = after.draws % self._role.settings.trainer.publish_every == 0
-        return last_part and (due or after.draws >= self._draws)
-
     async def _make_due(self, cursor: Cursor) -> WeightVersionPublished:
         """Make the ranks' weights the next version: one that is stored concurrently, or one to announce."""
         if self._transfers is None:
             return await self._due(cursor, None, self._of)
-        return await self._transfers.announcement(self._next_version, cursor)
-
-    @property
-    def _next_version(self) -> int:
-        return 0 if self._versions.newest is None else self._versions.newest + 1
+        return await self._transfers.announcement(self._generation.next_version, cursor)
 
     async def _due(
         self, cursor: Cursor, checkpoint: str | None, of: ExportedWeights, digests: Mapping[str, str] | None = None
     ) -> WeightVersionPublished:
         """Make the ranks' weights the next version, which is published concurrently."""
-        version = self._next_version
+        version = self._generation.next_version
         said = functools.partial(
             version_event,
             run_id=self._run_id,
             version=version,
-            incarnation=self._incarnation,
+            incarnation=self._generation.number,
             cursor=cursor,
             checkpoint=checkpoint,
-            adapts=self._whole.version if of == "adapter" and self._whole else None,
+            adapts=self._generation.whole.version if of == "adapter" and self._generation.whole else None,
             digests=digests,
         )
         due = await self.publications.begin(version, said, of)
@@ -481,35 +411,24 @@ class Trainer:
 
     async def _record_version(self, event: WeightVersionPublished) -> None:
         """Write the record of a version that is stored."""
-        await self._record(event)
-        VERSION.set(self._versions.version if event.transport == "direct" else event.version)
-
-    async def _record(self, event: Event) -> None:
-        """Write a record in a transaction. An error ends the process; nothing is repaired in place."""
-        await self._role.events.transact(self._transactor, [event])
+        await self._generation.record(event)
+        VERSION.set(self._generation.versions.version if event.transport == "direct" else event.version)
 
     async def _beside(self, work: Awaitable[R]) -> R:
         """Return the result of `work`. Meanwhile commit the position reached, and publish weights that are stored."""
         working = asyncio.ensure_future(work)
         try:
-            await self._say_reached()
+            await self._generation.say_reached()
             await self.publications.beside(working)
         finally:
             await asyncio.wait([working])
         return working.result()
 
-    async def _say_reached(self) -> None:
-        if self._cursor.offset is not None:
-            await self._reached.say({PARTITION: Commit(self._cursor.offset)})
-
     async def _save(self) -> None:
         _beat(self._role)
         held = {"draw": self._kept} if any(self._kept.values()) else {}
-        said = {"cursor": cursor_values(self._cursor), "learning": dict(self._plan.recorded)}
-        await self._saves.begin(self._cursor, {**said, **held})
-
-    async def _check_owner(self) -> None:
-        await self._reached.check_owner()
+        said = {"cursor": cursor_values(self._generation.cursor), "learning": dict(self._plan.recorded)}
+        await self._saves.begin(self._generation.cursor, {**said, **held})
 
     def _build_step_record(
         self,
@@ -519,30 +438,19 @@ class Trainer:
         result: StepResult,
         rate: float,
         seconds: dict[str, float],
+        token_file: BlobRef | None,
     ) -> StepCompleted:
         """Build the record of a step. `computed` holds the rows that the step computed."""
-        lag, unrouted_tokens = self._lag(manifest, rows), self._unrouted_tokens(computed)
+        unrouted_tokens = self._unrouted_tokens(computed)
         only = self._role.settings.trainer.router_replay == "only"
-        return StepCompleted(
-            event_id=digest("StepCompleted", self._run_id, manifest.batch_index, self._incarnation),
-            run_id=self._run_id,
-            batch_index=manifest.batch_index,
-            draw_index=manifest.draw_index,
-            incarnation=self._incarnation,
-            step=self._cursor.step + 1,
+        figures = StepFigures(
             loss=result.loss,
             grad_norm=result.grad_norm,
             learning_rate=rate,
-            lag_max=lag,
-            lag_excess=max(0, lag - self._role.settings.batcher.max_lag),
-            tokens=len(rows.token_ids),
-            trained_tokens=manifest.trained_tokens,
-            masked=_masked_tokens(manifest, result, sum(unrouted_tokens.values()) if only else 0),
             skipped=result.skipped,
-            reward_mean=_mean_reward(rows),
+            masked=_masked_tokens(manifest, result, sum(unrouted_tokens.values()) if only else 0),
             logprob_gap_max=result.logprob_gap_max,
             logprob_gap_mean=result.logprob_gap_mean,
-            old_cache_tokens=0 if rows.old_cache is None else int((rows.old_cache & rows.trained).sum()),
             old_cache_gap_max=result.old_cache_gap_max,
             old_cache_gap_mean=result.old_cache_gap_mean,
             entropy=result.entropy,
@@ -552,10 +460,11 @@ class Trainer:
             metrics={
                 **result.metrics,
                 **unrouted_tokens,
-                "updates_since_sampling": self._updates_since_sampling(rows),
                 "zero_advantage_tokens": float(manifest.trained_tokens - result.trained_tokens),
             },
+            token_file=token_file,
         )
+        return self._generation.step_record(manifest, rows, figures)
 
     def _unrouted_tokens(self, rows: BatchRows) -> dict[str, int]:
         """Count trained tokens of computed rows without recorded experts, if routers replay those of the others."""
@@ -563,40 +472,20 @@ class Trainer:
             return {}
         return {"unrouted_tokens": int(rows.trained_per_row()[unrouted_rows(rows)].sum())}
 
-    def _updates_since_sampling(self, rows: BatchRows) -> float:
-        """Return the number of optimizer steps between the weights that sampled the oldest trained token and the
-        current ones.
-
-        With several updates per rollout batch, or rollout batches per publication, samples of lag 0 are older than
-        that.
-        """
-        oldest = map(self._versions.step_of, rows.version_min[rows.trained_per_row() > 0].tolist())
-        return float(max((self._cursor.step - step for step in oldest if step is not None), default=0))
-
-    def _lag(self, manifest: SampleBatchFormed, rows: BatchRows) -> int:
-        """Return how far the rows lag the current weights: after a crash it can differ from the manifest's lag."""
-        lag = self._versions.largest_lag(rows.sampled_by(map(int, manifest.lags)))
-        if lag > manifest.max_lag:
-            log.warning(
-                "batch %d was formed for version %d with lag %d; the trainer now has version %s, so the lag is %d",
-                manifest.batch_index, manifest.trainer_version, manifest.max_lag, self._versions.newest, lag,
-            )  # fmt: skip
-        return lag
-
     def _observe(self, rows: BatchRows, result: StepCompleted) -> None:
         STEPS.inc()
         for phase, took_s in result.seconds.items():
             STAGE_S.labels("trainer", phase).observe(took_s)
         TOKENS.inc(len(rows.token_ids))
         LOSS.set(result.loss)
-        REWARD.set(_mean_reward(rows))
+        REWARD.set(mean_reward(rows))
         for name, figure in result.metrics.items():
             MEASURED.labels(name).set(figure)
         trained = result.trained_tokens - sum(result.masked.values())
         count_tokens("step", sampled=int(rows.trained.sum()), trained=trained, masked=result.masked)
         log.info(
             "step %d: loss %.5f, gradient %.3f, gap %.1e%s",
-            self._cursor.step,
+            self._generation.cursor.step,
             result.loss,
             result.grad_norm,
             result.logprob_gap_max,
@@ -613,12 +502,6 @@ def _masked_tokens(manifest: SampleBatchFormed, result: StepResult, unrouted_tok
         return {MaskReason.step_skipped.value: manifest.trained_tokens}
     found = {MaskReason.unrouted: unrouted_tokens, MaskReason.trainer_mask: result.masked - unrouted_tokens}
     return {reason.value: tokens for reason, tokens in found.items() if tokens}
-
-
-def _mean_reward(rows: BatchRows) -> float:
-    """Return the mean reward over trajectories: each session has the same weight, however many segments it has."""
-    _, first = np.unique(np.asarray(rows.session_ids), return_index=True)
-    return float(rows.rewards[first].mean()) if len(first) else 0.0
 
 
 def rerun(settings: Settings, checkpoint: Path | None, until: int) -> list[float]:

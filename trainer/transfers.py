@@ -44,11 +44,11 @@ from turnlog.schemas.events import (
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import ENGINE_REQUESTS, ENGINES, TRANSFERS
 from turnlog.trainer.calls import RanksCall
-from turnlog.trainer.checkpoints.cursor import Cursor
-from turnlog.trainer.checkpoints.exports import WeightDelta
-from turnlog.trainer.checkpoints.publications import VERSION, Publications, version_event
+from turnlog.trainer.checkpoints.publications import VERSION, Publications
 from turnlog.trainer.learner import Learner
+from turnlog.trainer.manifests import Cursor
 from turnlog.trainer.sending import SendOrder
+from turnlog.trainer.weight_records import WeightDelta, version_event
 
 log = logging.getLogger(__name__)
 STATUS = [Partition(ENGINES.name, 0), Partition(ENGINE_REQUESTS.name, 0)]

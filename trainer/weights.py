@@ -36,7 +36,7 @@ from turnlog.infra.tensors.files import (
     write_weights,
 )
 from turnlog.trainer import ModelDamaged, UnsupportedModel, WeightsMismatch, mcore
-from turnlog.trainer.families.family import QUANTIZED, config_json, family
+from turnlog.trainer.families.family import config_json, family
 from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.families.tensors import EMBEDDING, EXPERT, LAYER, OUTPUT, STACKED, Grouped, Tensor
 from turnlog.trainer.models import lora
@@ -213,8 +213,6 @@ def _cut(tensor: torch.Tensor, dim: int | None, rank: int, size: int, rows: int 
     return tensor if dim is None else tensor.chunk(size, dim)[rank]
 
 
-DESCRIPTION = ("config.json", "generation_config.json")
-"""Files that are published with weights beside the tensors."""
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -254,15 +252,6 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
         return load_file(file)
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelDamaged(f"{file} cannot be read as safetensors ({error}): fetch the file again") from error
-
-
-def description(folder: Path) -> dict[str, bytes]:
-    """Read config.json and similar files; unchanged, except that published weights are not quantized."""
-    found = {name: (folder / name).read_bytes() for name in DESCRIPTION if (folder / name).exists()}
-    values = json.loads(found.get("config.json", b"{}"))
-    if values.pop(QUANTIZED, None):
-        found["config.json"] = f"{json.dumps(values, indent=2)}\n".encode()
-    return found
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], *, shard_bytes: int = SHARD_BYTES) -> Written:

@@ -55,6 +55,7 @@ from turnlog.setting_types import SettingsError as SettingsError
 SERVICE_LINK = re.compile(r"TURNLOG_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 """Variables that Kubernetes sets in every pod of a namespace with a Service whose name begins with turnlog, in addition
 to those that `is_service_link` recognizes by value."""
+EngineKind = Literal["sglang", "vllm"]
 Silence = Annotated[float, Meta(ge=0, le=31_536_000)]
 """Seconds, up to a year."""
 
@@ -160,8 +161,17 @@ class StoreSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """[engine] The SGLang engines that sample from the policy."""
+    """[engine] The engines that sample from the policy."""
 
+    kind: EngineKind = "sglang"
+    """Kind of the engines: SGLang, or vLLM, which has fewer features (docs/engines.md). It must be the kind of the
+    servers at `urls`."""
+    kinds: tuple[EngineKind, ...] = ()
+    """Kinds of engine-0, engine-1 and so on, for a mixed fleet; engines beyond the list or with other names (pods,
+    registered engines) are of `kind`, unless `turnlog engines register --kind` says another."""
+    vllm_python: str = ""
+    """Python interpreter of the environment in which embedded vLLM engines run. Empty: .venv-vllm beside this
+    environment if it is there (make .venv-vllm/.ready), else this one."""
     urls: tuple[str, ...] = ()
     """URLs of engines that already run; empty starts embedded ones."""
     ca_file: str = ""
@@ -189,7 +199,8 @@ class EngineSettings:
     """Number of GPUs of each embedded engine with device cuda, which share its model (SGLang's --tp-size)."""
     first_gpu: Amount = 0
     """Number of the first GPU on this machine that embedded engines take. engine-0 takes engine.gpus GPUs from it on,
-    engine-1 the next ones, and so on. The trainer's ranks take GPUs from 0."""
+    engine-1 the next ones, and so on. `turnlog role engine` takes its GPUs from it on, whatever its name. The trainer's
+    ranks take GPUs from 0."""
     dtype: Literal["float32", "bfloat16", "float16", "half", "float", "auto"] = "float32"
     """--dtype of embedded engines; auto takes the type from the model folder."""
     context: Count = 512
@@ -197,7 +208,7 @@ class EngineSettings:
     max_total_tokens: Count = 16384
     """Size of an embedded engine's key-value cache, in tokens."""
     extra_args: tuple[str, ...] = ()
-    """Arguments appended to the launch command of embedded engines."""
+    """Arguments appended to the launch command of embedded engines, which must then be of one kind."""
     start_timeout_s: Seconds = 300.0
     """Maximum seconds from the start of an engine to its first answer."""
     request_timeout_s: Seconds = 120.0
@@ -223,6 +234,12 @@ class EngineSettings:
     """Whether engines and trainer take turns on the same devices: from the forming of a batch until the publication of
     the weights that it produces, engines release the memory of weights and cache. Requires batcher.max_lag = 0 and
     trainer.publish_every = 1."""
+
+    def kind_of(self, engine_id: str) -> EngineKind:
+        """Return the kind of an engine: that at its number in `kinds`, else `kind`."""
+        prefix, _, number = engine_id.rpartition("-")
+        numbered = prefix == "engine" and number.isascii() and number.isdecimal()
+        return self.kinds[int(number)] if numbered and int(number) < len(self.kinds) else self.kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,8 +283,8 @@ class GatewaySettings:
     rotation."""
     side_engines: tuple[str, ...] = ()
     """Auxiliary models, PATTERN=URL each: a request whose `model` matches the pattern (such as `*haiku*`; the first
-    match wins) is answered by the SGLang engine at that URL, which must have the policy's tokenizer, and is never
-    trained. Every other model name means the policy."""
+    match wins) is answered by the engine at that URL, of engine.kind, which must have the policy's tokenizer, and is
+    never trained. Every other model name means the policy."""
     constraints: Literal["refuse", "ignore"] = "refuse"
     """Treatment of a field that would constrain sampling (a required or named tool_choice, a JSON response_format),
     since recorded log-probs are those of the unconstrained policy. refuse: reject the request and name the field.
@@ -428,6 +445,11 @@ class RunnerSettings:
 class TrainerSettings(LearningSettings):
     """[trainer] The Megatron trainer: loss, optimizer, layout, checkpoints and publication of weights."""
 
+    kind: Literal["megatron", "external"] = "megatron"
+    """megatron: turnlog's own trainer. external: your own, which reads batches and reports steps by `turnlog.client`
+    (docs/client.md): no trainer is started, and of this section turnlog itself uses only publish, publish_every and
+    what engines need of adapters (lora_rank). Your program may read the other settings, as examples/trl_trainer.py
+    does with those of the loss, the optimizer and checkpoints."""
     initial_weights: str = ""
     """Hugging Face folder whose weights become version 0; empty means model.path or, for the tiny model of an
     environment, the result of its warm start."""
@@ -813,9 +835,37 @@ def override_settings(
             f"{source}: gateway.routed_experts is on and engine.update is {found.engine.update}: requests "
             "that switch to new weights would have experts of both; set engine.update to abort, or omit it"
         )
+    check_kinds(found, source)
     _check_colocation(found, source)
     _check_direct(found, source)
+    _check_external(found, source)
     return found
+
+
+def check_kinds(settings: Settings, source: str) -> None:
+    """Raise SettingsError if a run with vLLM engines needs a feature that only SGLang engines have, or if arguments of
+    one kind would go to engines of another."""
+    kinds = {settings.engine.kind, *settings.engine.kinds}
+    if "vllm" not in kinds:
+        return
+    if len(kinds) > 1 and settings.engine.extra_args:
+        raise SettingsError(
+            f"{source}: engine.extra_args go to every embedded engine, and engine.kinds and engine.kind name several "
+            "kinds, which have different arguments: omit engine.extra_args, or let all engines be of one kind"
+        )
+    lacking = {
+        "LoRA adapters": ("trainer.publish", settings.trainer.publish == "adapter", "merged"),
+        "weights that training ranks send": ("trainer.publish", settings.trainer.publish == "direct", "merged"),
+        "memory that is released between steps": ("engine.colocate", settings.engine.colocate, "false"),
+        "routed experts": ("gateway.routed_experts", settings.gateway.routed_experts == "on", "off"),
+        "a place on Ray": ("engine.launcher", settings.engine.launcher == "ray", "local"),
+    }
+    for feature, (key, is_set, remedy) in lacking.items():
+        if is_set:
+            raise SettingsError(
+                f"{source}: vLLM engines (engine.kind, engine.kinds) do not have {feature}: set {key} to {remedy}, or "
+                "let all engines be of kind sglang"
+            )
 
 
 def _check_colocation(settings: Settings, source: str) -> None:
@@ -878,6 +928,24 @@ def _check_direct(settings: Settings, source: str) -> None:
         )
 
 
+def _check_external(settings: Settings, source: str) -> None:
+    """Raise SettingsError for what only the Megatron trainer does."""
+    if settings.trainer.kind != "external":
+        return
+    trainer, default = settings.trainer, TrainerSettings()
+    only = ("delta_chain", "token_files_every", "checkpoints", "launcher")
+    wrong = {f"trainer.{key}": getattr(trainer, key) for key in only if getattr(trainer, key) != getattr(default, key)}
+    wrong |= {"trainer.publish": trainer.publish} if trainer.publish == "direct" else {}
+    wrong |= {"trainer.router_replay": trainer.router_replay} if trainer.router_replay == "only" else {}
+    wrong |= {"engine.colocate": True} if settings.engine.colocate else {}
+    if wrong:
+        named = ", ".join(f"{key} = {value!r}" for key, value in wrong.items())
+        raise SettingsError(
+            f"{source}: trainer.kind is external, and only the Megatron trainer can do {named}: omit that, or set "
+            "trainer.kind to megatron"
+        )
+
+
 def _check_http(settings: Settings, source: str) -> None:
     """Raise SettingsError for credentials or certificates that contradict each other."""
     registry, store, gateway = settings.registry, settings.store, settings.gateway
@@ -895,8 +963,8 @@ def _check_http(settings: Settings, source: str) -> None:
         pattern, _, url = one.partition("=")
         if not pattern or not re.fullmatch(r"https?://[^/?#@]+/?", url):
             raise SettingsError(
-                f"{source}: gateway.side_engines must be PATTERN=http(s)://host:port each, the address of an SGLang "
-                f"server (a server with only OpenAI's API returns no tokens), got {one!r}"
+                f"{source}: gateway.side_engines must be PATTERN=http(s)://host:port each, the address of an engine "
+                f"(a server with only OpenAI's API returns no tokens), got {one!r}"
             )
     if gateway.certificate_file and gateway.own_url.startswith("http://"):
         raise SettingsError(

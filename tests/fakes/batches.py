@@ -170,11 +170,22 @@ def synthetic_manifest(
 
 
 async def append_batches(
-    events: EventLog, blobs: Blobs, run_id: str, count: int, *, parts: int = 1, rows: int = 16
+    events: EventLog,
+    blobs: Blobs,
+    run_id: str,
+    count: int,
+    *,
+    parts: int = 1,
+    rows: int = 16,
+    temperature: float | None = None,
 ) -> None:
-    """Write `count` batches of `rows` rows as a batcher would: the file first, then the manifest."""
+    """Write `count` batches of `rows` rows as a batcher would: the file first, then the manifest. `temperature` is that
+    of all rows; None: several.
+    """
     for batch_index in range(count):
         batch = synthetic_rows(batch_index, rows=rows)
+        if temperature is not None:
+            batch = dataclasses.replace(batch, temperature=np.full(rows, temperature, "<f4"))
         file = await blobs.put(write_rows(batch), media_type=MEDIA_TYPE)
         await events.append(synthetic_manifest(batch, file, run_id, batch_index, part=batch_index % parts, parts=parts))
 

@@ -12,11 +12,11 @@ import torch
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.tensors import adapters, deltas
 from turnlog.schemas.events import WeightFile, WeightVersionPublished
-from turnlog.trainer.checkpoints.cursor import Cursor
-from turnlog.trainer.checkpoints.exports import LastExport, WeightDelta
+from turnlog.trainer.checkpoints.exports import LastExport
 from turnlog.trainer.checkpoints.places import MEDIA
-from turnlog.trainer.checkpoints.publications import version_event
-from turnlog.trainer.weights import description, write_tensors
+from turnlog.trainer.manifests import Cursor
+from turnlog.trainer.weight_records import WeightDelta, description, version_event
+from turnlog.trainer.weights import write_tensors
 
 
 async def upload(folder: Path, names: Iterable[str], model: Path, blobs: Blobs) -> tuple[WeightFile, ...]:

@@ -26,7 +26,6 @@ import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,28 +48,9 @@ from turnlog.trainer.checkpoints.places import (
     write_sums,
 )
 from turnlog.trainer.checkpoints.state import read_common
+from turnlog.trainer.manifests import Cursor
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cursor:
-    """The position of training."""
-
-    next_batch: int = 0
-    """batch_index of the next manifest."""
-    offset: int | None = None
-    """Offset in sample-batches from which that manifest is searched; None: from the start of the log."""
-    step: int = 0
-    """Number of optimizer steps taken."""
-    draws: int = 0
-    """Number of rollout batches trained to their last part."""
-    inherited: int = 0
-    """Part of `step` that was taken by the run from which this one was forked."""
-    skipped: int = 0
-    """Number of consecutive steps, up to this one, without a finite gradient."""
-    critic_from: int = 0
-    """Part of `step` that was taken before the critic began."""
 
 
 class Checkpoints:

@@ -49,6 +49,7 @@ from turnlog.trainer import ExportFailed, mcore
 from turnlog.trainer.checkpoints.places import RunBlobs, file_sha256
 from turnlog.trainer.checkpoints.state import LOOK_S, of_ranks, unwritten
 from turnlog.trainer.export import ExportBucket, ExportedWeights, WeightExport
+from turnlog.trainer.weight_records import WeightDelta
 
 log = logging.getLogger(__name__)
 AT_ONCE = 4
@@ -59,18 +60,6 @@ WRITE_BYTES = 8 << 20
 """Bytes that one thread writes at once."""
 EVERY_S = 0.05
 """Pause between two looks at the reports of ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightDelta:
-    """The difference of weights from the previously published version."""
-
-    base: int
-    """Number of that version."""
-    files: frozenset[str]
-    """Names of the files with changes. Tensors of all other files are published whole: their changes are no smaller."""
-    unchanged: Mapping[str, float]
-    """Shares of unchanged values; see WeightVersionPublished."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,17 +23,15 @@ from prometheus_client import Gauge
 
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.tensors import adapters
-from turnlog.infra.tensors.files import DTYPES, Written
+from turnlog.infra.tensors.files import Written
 from turnlog.schemas.events import WeightFile, WeightVersionPublished
-from turnlog.schemas.ids import digest
 from turnlog.trainer.calls import RanksCall
-from turnlog.trainer.checkpoints.cursor import Cursor
-from turnlog.trainer.checkpoints.exports import ExportedVersion, WeightDelta
+from turnlog.trainer.checkpoints.exports import ExportedVersion
 from turnlog.trainer.checkpoints.places import MEDIA
 from turnlog.trainer.checkpoints.state import LOOK_S
 from turnlog.trainer.export import ExportedWeights
 from turnlog.trainer.learner import Learner
-from turnlog.trainer.weights import description
+from turnlog.trainer.weight_records import WeightDelta, description
 
 VERSION = Gauge("turnlog_trainer_weight_version", "Newest published weight version")
 UNCHANGED = Gauge(
@@ -138,41 +136,3 @@ class Publications:
         for held, share in done.difference.unchanged.items() if done.difference else ():
             UNCHANGED.labels(held).set(share)
         return said(done.written, (*files, *done.stored), difference=done.difference)
-
-
-def version_event(
-    written: Written,
-    files: tuple[WeightFile, ...],
-    *,
-    run_id: str,
-    version: int,
-    incarnation: int,
-    cursor: Cursor,
-    checkpoint: str | None,
-    difference: WeightDelta | None = None,
-    adapts: int | None = None,
-    digests: Mapping[str, str] | None = None,
-) -> WeightVersionPublished:
-    """Return the event of weights at `cursor`; `adapts` is the version that an adapter is based on. For `digests`, see
-    WeightVersionPublished.
-    """
-    base = difference.base if difference and difference.files else adapts
-    types = {spec.name: DTYPES[spec.code] for spec in written.specs}
-    several = len(set(types.values())) > 1
-    return WeightVersionPublished(
-        event_id=digest("WeightVersionPublished", run_id, version),
-        run_id=run_id,
-        version=version,
-        step=cursor.step,
-        batch_index=cursor.next_batch - 1,
-        incarnation=incarnation,
-        kind="full" if base is None else "delta" if adapts is None else "adapter",
-        base_version=base,
-        files=files,
-        dtype="+".join(sorted(set(types.values()))),
-        checksums=dict(sorted(written.checksums.items())),
-        checkpoint=checkpoint,
-        dtypes=types if several else {},
-        unchanged=dict(difference.unchanged) if difference else {},
-        digests=dict(digests or {}),
-    )

@@ -34,10 +34,11 @@ from turnlog.processors.core.evaluation import EvalGroups
 from turnlog.schemas import topics
 from turnlog.trainer import CheckpointFailed
 from turnlog.trainer.calls import RanksCall
-from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor, about, folder_name
+from turnlog.trainer.checkpoints.cursor import Checkpoints, about, folder_name
 from turnlog.trainer.checkpoints.places import Stored
 from turnlog.trainer.checkpoints.state import unwritten
 from turnlog.trainer.learner import Learner
+from turnlog.trainer.manifests import Cursor
 
 
 @dataclass(slots=True)

@@ -16,9 +16,10 @@ from tests.unit.consumers.conftest import TrainedRun
 from turnlog.consumers.figures import read_evaluations
 from turnlog.schemas.events import Event, GroupRequested, Outcome, Purpose, WeightVersionPublished
 from turnlog.schemas.topics import WEIGHTS
-from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor, cursor_values
+from turnlog.trainer.checkpoints.cursor import Checkpoints, cursor_values
 from turnlog.trainer.checkpoints.places import FolderPlace
 from turnlog.trainer.checkpoints.saves import NeededByEvaluations
+from turnlog.trainer.manifests import Cursor
 
 KEPT = 2
 ROUNDS = {1: (1.0, 1.0, 1.0, 0.0), 2: (0.0, 0.0, 1.0, 0.0), 3: (0.0, 0.0, 0.0, 0.0)}

@@ -20,7 +20,7 @@ from turnlog.infra.s3 import S3Blobs
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import SettingsError, StoreSettings
 from turnlog.trainer import CheckpointDamaged, CheckpointUnusable, Superseded
-from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor, bring, check_not_stored, cursor_values, hand_on
+from turnlog.trainer.checkpoints.cursor import Checkpoints, bring, check_not_stored, cursor_values, hand_on
 from turnlog.trainer.checkpoints.places import (
     CACHE,
     MARKERS,
@@ -33,6 +33,7 @@ from turnlog.trainer.checkpoints.places import (
     file_sha256,
 )
 from turnlog.trainer.checkpoints.state import regroup_optimizers
+from turnlog.trainer.manifests import Cursor
 
 
 @dataclass

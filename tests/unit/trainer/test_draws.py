@@ -34,12 +34,12 @@ from turnlog.schemas.topics import STEPS
 from turnlog.settings import Settings, StoreSettings, from_tables
 from turnlog.trainer import CheckpointUnusable, Diverged
 from turnlog.trainer.algorithms.draws import DrawPasses
-from turnlog.trainer.batches import Manifests
-from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor, find, folder_name
+from turnlog.trainer.checkpoints.cursor import Checkpoints, find, folder_name
 from turnlog.trainer.checkpoints.places import SUMS, FolderPlace, RunBlobs, StorePlace
 from turnlog.trainer.families.shape import TINY, TINY_MIXTURE, ModelShape
 from turnlog.trainer.launch import Beat, LearnerThread
 from turnlog.trainer.loop import Trainer, draw_passes
+from turnlog.trainer.manifests import Cursor, Manifests
 from turnlog.trainer.plan import LearningPlan, PolicyGradient, learning_plan
 
 PARTS = 3

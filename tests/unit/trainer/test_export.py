@@ -27,16 +27,16 @@ from turnlog.plugins.offline.export import (
 )
 from turnlog.settings import ModelSettings, RunSettings, StoreSettings
 from turnlog.trainer import CheckpointUnusable, mcore
-from turnlog.trainer.checkpoints.cursor import Cursor
 from turnlog.trainer.checkpoints.places import FolderPlace, StorePlace
-from turnlog.trainer.checkpoints.publications import version_event
 from turnlog.trainer.export import ExportedWeights
 from turnlog.trainer.families.shape import TINY
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
+from turnlog.trainer.manifests import Cursor
 from turnlog.trainer.models.output import output_weight
 from turnlog.trainer.plan import LearnerOptions, imitation
 from turnlog.trainer.warm_start import random_weights
+from turnlog.trainer.weight_records import version_event
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 TOKENS = torch.tensor([[1, 5, 9, 200, 7, 2]])

@@ -23,9 +23,8 @@ from turnlog.schemas.events import SampleBatchFormed
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import Settings
 from turnlog.trainer import BatchGap, TokensUnfit
-from turnlog.trainer.batches import WAITED, Manifests, ReadAhead, check_lengths, check_vocabulary, fetch_rows
-from turnlog.trainer.checkpoints.cursor import Cursor
-from turnlog.trainer.loop import VERSIONS, read_past
+from turnlog.trainer.manifests import WAITED, Cursor, Manifests, ReadAhead, check_lengths, check_vocabulary, fetch_rows
+from turnlog.trainer.weight_records import VERSIONS, read_past
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 

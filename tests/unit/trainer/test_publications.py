@@ -17,10 +17,11 @@ from turnlog.infra.tensors.files import TensorSpec, Written
 from turnlog.schemas.events import WeightFile, WeightVersionPublished
 from turnlog.schemas.types import BlobRef
 from turnlog.trainer import ExportFailed
-from turnlog.trainer.checkpoints.cursor import Cursor
 from turnlog.trainer.checkpoints.exports import ExportedVersion
-from turnlog.trainer.checkpoints.publications import PublicationBuilder, Publications, version_event
+from turnlog.trainer.checkpoints.publications import PublicationBuilder, Publications
 from turnlog.trainer.checkpoints.state import unwritten
+from turnlog.trainer.manifests import Cursor
+from turnlog.trainer.weight_records import version_event
 from turnlog.trainer.weights import write_tensors
 
 

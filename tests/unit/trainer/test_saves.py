@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from turnlog.trainer import CheckpointFailed, Superseded
-from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor
+from turnlog.trainer.checkpoints.cursor import Checkpoints
 from turnlog.trainer.checkpoints.places import FolderPlace
 from turnlog.trainer.checkpoints.saves import Saves
 from turnlog.trainer.learner import Learner
+from turnlog.trainer.manifests import Cursor
 
 COMMON = {"cursor": {"step": 4}}
 

@@ -35,7 +35,7 @@ from turnlog.schemas.events import (
 )
 from turnlog.schemas.topics import TRANSFERS, WEIGHTS
 from turnlog.settings import RunSettings, Settings, WeightsSettings
-from turnlog.trainer.checkpoints.cursor import Cursor
+from turnlog.trainer.manifests import Cursor
 from turnlog.trainer.sending import SendOrder
 from turnlog.trainer.transfers import Transfers
 

@@ -37,6 +37,7 @@ from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.mxfp4 import dequantize
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
+from turnlog.trainer.weight_records import description
 
 SIZES: dict[str, Any] = {
     "vocab_size": 83,
@@ -246,7 +247,7 @@ def test_weights_in_mxfp4_are_those_that_transformers_reads_and_are_exported_in_
     assert exported.keys() == weights.expected_shapes(shape).keys()
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in exported.items())
-    published = json.loads(weights.description(tmp_path)["config.json"])
+    published = json.loads(description(tmp_path)["config.json"])
     assert "quantization_config" not in published
     assert published["model_type"] == "gpt_oss"
 

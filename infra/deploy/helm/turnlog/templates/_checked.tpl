@@ -49,6 +49,9 @@
 {{- fail "networkPolicy.servers is empty: sandbox workers could reach any address without roles.egress; list the peers of Kafka, registry and store" }}
 {{- end }}
 {{- end }}
+{{- if and .Values.trainer.enabled (eq "external" (dig "trainer" "kind" "" $settings)) }}
+{{- fail "settings.trainer.kind is external, but trainer.enabled is true: the Megatron trainer would fence yours; set it to false" }}
+{{- end }}
 {{- if and (eq .Values.sandbox.profile "runtime") (not .Values.sandbox.runtimeClassName) }}
 {{- fail "sandbox.profile is runtime, but sandbox.runtimeClassName is empty: set it to the RuntimeClass that isolates" }}
 {{- end }}
