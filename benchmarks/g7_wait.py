@@ -33,7 +33,7 @@ from turnlog.schemas import topics
 from turnlog.schemas.events import SampleBatchFormed
 from turnlog.settings import RunSettings, Settings, StoreSettings
 from turnlog.trainer import loop
-from turnlog.trainer.batches import fetch_rows
+from turnlog.trainer.manifests import fetch_rows
 
 GOAL_S = 0.05
 BATCHES, ROWS = size((40, 256), smallest=(3, 16))

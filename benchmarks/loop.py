@@ -32,7 +32,8 @@ from tokenizers import Tokenizer
 
 from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.embedded.up import status_processes
-from turnlog.infra.engine import Generate, SGLang, SGLangControl
+from turnlog.infra.engines.protocol import Generate
+from turnlog.infra.engines.sglang import SGLang, SGLangControl
 from turnlog.infra.history import events
 from turnlog.infra.roles.role import open_role
 from turnlog.infra.run_folder import resolve_endpoints
@@ -45,7 +46,7 @@ from turnlog.trainer.calls import Ranks
 from turnlog.trainer.launch import ranks
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearningPlan, learning_plan
-from turnlog.trainer.weights import description
+from turnlog.trainer.weight_records import description
 
 GOAL_SHARE = 0.5
 CALL = re.compile(r'<tool_call>\{"name":"calc","arguments":\{"expr":"(\d+)([-+*])(\d+)"\}\}</tool_call>')

@@ -32,9 +32,8 @@ from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.schemas import topics
 from turnlog.schemas.events import Event, GroupScored, GroupStatus, RolloutRequested, SampleBatchFormed, SegmentSample
 from turnlog.schemas.topics import TOPIC_OF, Topic
-from turnlog.trainer.batches import Manifests
-from turnlog.trainer.checkpoints.cursor import Cursor
-from turnlog.trainer.loop import read_past
+from turnlog.trainer.manifests import Cursor, Manifests
+from turnlog.trainer.weight_records import read_past
 
 PATIENCE_S = 300.0
 KEY = "key-of-this-benchmark"

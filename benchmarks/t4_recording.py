@@ -33,7 +33,7 @@ from t2_gateway import serve, there
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
-from turnlog.infra.engine import Generate, OutputChunk
+from turnlog.infra.engines.protocol import Generate, OutputChunk
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Log, Partition, TopicSpec
@@ -182,7 +182,7 @@ async def gateway(port: int, log: Log, folder: Path) -> None:
     engine = AtOnce([*TextTokens(folder).encode(str(ANSWER["content"])), 2])
     async with EventLog.open(log, MemoryRegistry(), writer="gateway-0") as events:
         role = Role("gateway", "gateway-0", settings, log, events, MemoryBlobs(), Health("gateway"))
-        served = await Gateway.create(role, f"http://{HOST}:{port}", connect=lambda _: engine)
+        served = await Gateway.create(role, f"http://{HOST}:{port}", connect=lambda *_: engine)
         await events.append(
             EngineRegistered(
                 event_id="e", run_id="bench", engine_id="e", url="http://e", state="serving", version=0, model="m"

@@ -42,7 +42,7 @@ from tests.fakes.memory_log import MemoryLog
 from tests.tiny_model import make_tiny_model
 from turnlog.consumers.loader.role import Loader
 from turnlog.infra.embedded.servers import EngineServer, ObjectStore
-from turnlog.infra.engine import SGLangControl
+from turnlog.infra.engines.sglang import SGLangControl
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Partition
 from turnlog.infra.registry import MemoryRegistry
@@ -64,15 +64,16 @@ from turnlog.settings import (
     WeightsSettings,
 )
 from turnlog.trainer import weights
-from turnlog.trainer.checkpoints.cursor import Cursor
 from turnlog.trainer.checkpoints.places import RunBlobs
-from turnlog.trainer.checkpoints.publications import Publications, version_event
+from turnlog.trainer.checkpoints.publications import Publications
 from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.launch import LearnerThread
 from turnlog.trainer.learner import Learner
+from turnlog.trainer.manifests import Cursor
 from turnlog.trainer.plan import LearningPlan, learning_plan
 from turnlog.trainer.transfers import Transfers
+from turnlog.trainer.weight_records import version_event
 
 GOAL_SHARE, GOAL_OF_STORE, GOAL_PAUSE, GOAL_BUCKETS = 0.5, 5.0, 1.3, 1.0
 PARAMETERS = int(os.environ.get("BENCH_PARAMETERS", size(150_000_000, smallest=0)))

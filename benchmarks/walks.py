@@ -84,7 +84,7 @@ WALKS = {
         {
             "Kafka client": KAFKA,
             "object store client": STORE,
-            "engine client": "infra/engine.py: the engine is in memory",
+            "engine client": "infra/engines/sglang.py: the engine is in memory",
             "rank group": "trainer/calls.py: there is one rank, in the trainer's process",
         },
     ),
@@ -114,7 +114,7 @@ WALKS = {
         {
             "Kafka client": KAFKA,
             "object store client": STORE,
-            "engine client": "infra/engine.py: the engine's control is in memory",
+            "engine client": "infra/engines/sglang.py: the engine's control is in memory",
             "adapters and deltas": "infra/tensors: the version is a whole one",
             "gateway": "producers/gateway: its leg of `turn` follows the engine's reports",
         },

@@ -19,11 +19,11 @@ from turnlog.infra.tensors.versions import Timer, WeightFolders
 from turnlog.schemas.events import WeightFile, WeightVersionPublished
 from turnlog.settings import StoreSettings
 from turnlog.trainer import weights
-from turnlog.trainer.checkpoints.cursor import Cursor
-from turnlog.trainer.checkpoints.exports import LastExport, WeightDelta
+from turnlog.trainer.checkpoints.exports import LastExport
 from turnlog.trainer.checkpoints.places import RunBlobs
-from turnlog.trainer.checkpoints.publications import version_event
 from turnlog.trainer.families.family import read_shape
+from turnlog.trainer.manifests import Cursor
+from turnlog.trainer.weight_records import WeightDelta, version_event
 
 SHARES = (0.01, 0.03)
 """Of the values that an update changes (docs/sizing.md)."""

@@ -20,7 +20,7 @@ LATEST = 3
 def places(kind: str) -> tuple[Any, str]:
     """What is called while the loader does that: (owner, name)."""
     from turnlog.consumers.loader.engine_status import EngineStatus
-    from turnlog.infra.engine import SGLangControl
+    from turnlog.infra.engines.sglang import SGLangControl
     from turnlog.infra.s3 import S3Blobs
     from turnlog.infra.tensors import versions
 

@@ -42,7 +42,8 @@ from tests.fakes.weights import Publications, version
 from tests.tiny_model import make_tiny_model
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.embedded.servers import EngineServer
-from turnlog.infra.engine import Generate, OutputChunk, SGLang, SGLangControl
+from turnlog.infra.engines.protocol import Generate, OutputChunk
+from turnlog.infra.engines.sglang import SGLang, SGLangControl
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.tensors.versions import assemble_version, chain_of
 from turnlog.schemas.events import EngineWeightsLoaded, EngineWeightsRefused, Event, WeightVersionPublished

@@ -48,7 +48,8 @@ from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.embedded.servers import EngineServer
-from turnlog.infra.engine import UNLABELLED, EngineError, OutputChunk, SGLang, SGLangControl
+from turnlog.infra.engines.protocol import UNLABELLED, EngineError, OutputChunk
+from turnlog.infra.engines.sglang import SGLang, SGLangControl
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.schemas.events import (

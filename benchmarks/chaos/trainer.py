@@ -26,7 +26,7 @@ import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,10 @@ def trainer(settings: Settings, *doom: str) -> Child:
     return Child(Launch(name=name, argv=argv, log=log, env=env)).start()
 
 
+Start = Callable[..., Child]
+"""(settings, arguments of a process that is to die) -> a trainer."""
+
+
 def _of_save() -> list[tuple[Any, str]]:
     from turnlog.trainer.checkpoints import state
     from turnlog.trainer.checkpoints.cursor import Checkpoints
@@ -131,18 +135,20 @@ def doomed(kind: str, seed: int) -> int:
     return main(["role", "trainer"])
 
 
-async def kill(settings: Settings, story: Story, kinds: Sequence[str], *, kills: int, rng: random.Random) -> Child:
+async def kill(
+    settings: Settings, story: Story, kinds: Sequence[str], start: Start, *, kills: int, rng: random.Random
+) -> Child:
     """Kill in each kind of call in turn; the process that is left alive."""
     stored = settings.trainer.checkpoints == "s3"
     for number, kind in zip(range(kills), itertools.cycle(kinds), strict=False):
         if stored and number % 2:
             shutil.rmtree(Path(settings.run.directory) / "checkpoints", ignore_errors=True)
         if kind == START:
-            child = trainer(settings)
+            child = start(settings)
             await until(functools.partial(ended, child), rng.uniform(0.0, 10.0))
             child.kill()
         else:
-            child = trainer(settings, "--dies-in", kind, "--seed", str(rng.getrandbits(32)))
+            child = start(settings, "--dies-in", kind, "--seed", str(rng.getrandbits(32)))
             await until(functools.partial(ended, child), PATIENCE_S)
         if kind != START and child.returncode != -signal.SIGKILL:
             story.faults.append(f"a trainer that was to die in a call of {kind} ended with {child.returncode}")
@@ -152,7 +158,7 @@ async def kill(settings: Settings, story: Story, kinds: Sequence[str], *, kills:
         story.kills += 1
         story.struck[kind] += 1
         say(f"kill {story.kills}: {kind}")
-    return trainer(settings)
+    return start(settings)
 
 
 async def everything(role: Role, topic: str) -> list[Event]:
@@ -168,13 +174,13 @@ async def everything(role: Role, topic: str) -> list[Event]:
 
 
 async def torture(
-    settings: Settings, kinds: Sequence[str], *, kills: int, seed: int
+    settings: Settings, kinds: Sequence[str], *, kills: int, seed: int, start: Start = trainer
 ) -> tuple[Story, list[Event], list[Event]]:
     """(story, train-steps, weight-versions)"""
     story = Story()
     async with open_role("chaos", settings) as role:
         await append_batches(role.events, role.blobs, settings.run.id, settings.feeder.draws)
-        child = await kill(settings, story, kinds, kills=kills, rng=random.Random(seed))
+        child = await kill(settings, story, kinds, start, kills=kills, rng=random.Random(seed))
         say(f"{story.kills} kills; waiting for the run to end")
         await until(lambda: child.returncode is not None, 2 * PATIENCE_S)
         story.exit_status = child.stop() if child.returncode is None else child.returncode
@@ -188,9 +194,11 @@ def verdict(
     published: list[Event],
     *,
     id: str = "trainer",
+    within: float = 0.0,
     **more: object,
 ) -> int:
-    """Compare with a re-run, print the line; `more` is told beside."""
+    """Compare with a re-run, from whose losses those of the log may differ by `within`, and print the line; `more` is
+    told beside."""
     steps = [event for event in stepped if isinstance(event, StepCompleted)]
     versions = [event for event in published if isinstance(event, WeightVersionPublished)]
     batches = settings.feeder.draws
@@ -201,7 +209,7 @@ def verdict(
     twice += sum(count - 1 for count in Counter((version.version, version.state) for version in versions).values())
     skipped = sum(step.step != index + 1 for index, step in counted.items())
     losses = rerun(settings, None, batches)
-    strange = sum(step.loss != losses[step.batch_index] for step in steps)
+    strange = sum(abs(step.loss - losses[step.batch_index]) > within for step in steps)
     of_batch: dict[tuple[int, str], set[object]] = {}
     for version in versions:
         for name, sums in (("checksums", version.checksums), ("digests", version.digests)):

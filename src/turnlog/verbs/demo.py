@@ -33,16 +33,23 @@ Unisolated = Callable[[SandboxSettings], Awaitable[str]]
 
 
 def demo(
-    settings: Settings, prepare: Prepare, unisolated: Unisolated, *, steps: int | None, engines: int | None
+    settings: Settings,
+    prepare: Prepare,
+    unisolated: Unisolated,
+    *,
+    steps: int | None,
+    engines: int | None,
+    trainer: Path | None = None,
 ) -> int:
     """Run everything. Return 0 only if the reward rose, the token accounting balances, every version was acknowledged
     and the replay is identical.
 
-    `prepare` makes the model folder. No process that this starts survives it, not even after Ctrl-C; a run that is up
-    already is not touched. Raises AlreadyUp, AlreadyFed.
+    `prepare` makes the model folder. `trainer` is a Python program that trains instead of the Megatron trainer. No
+    process that this starts survives it, not even after Ctrl-C; a run that is up already is not touched. Raises
+    AlreadyUp, AlreadyFed.
     """
     console = Terminal()
-    settings = demo_settings(settings, steps, engines)
+    settings = demo_settings(settings, steps, engines, trainer)
     measured = Measured()
     directory = Path(settings.run.directory)
     console.print(f"run {settings.run.id}, files in {directory}", style="bold")
@@ -55,7 +62,7 @@ def demo(
             found = up(settings, attached=True, say=lambda line: console.print(f"  {line}", highlight=False))
             console.print(*(f"  {line}" for line in endpoint_lines(found)), sep="\n", highlight=False)
         started = True
-        report = run_verb(_run_and_report(settings, console, measured))
+        report = run_verb(_run_and_report(settings, console, measured, trainer))
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("interrupted; stopping everything")
         return ExitStatus.INTERRUPTED
@@ -67,9 +74,9 @@ def demo(
     return ExitStatus.DIFFERS if report.failures else ExitStatus.DONE
 
 
-def demo_settings(settings: Settings, steps: int | None, engines: int | None) -> Settings:
-    """Return settings with a new run id, unless one was given, and with the requested numbers of steps and engines.
-    Raises SettingsError."""
+def demo_settings(settings: Settings, steps: int | None, engines: int | None, trainer: Path | None = None) -> Settings:
+    """Return settings with a new run id, unless one was given, with the requested numbers of steps and engines, and
+    with an external trainer if it is a program. Raises SettingsError."""
     if settings.run == RunSettings():
         run_id = time.strftime("demo-%Y%m%d-%H%M%S")
         settings = dataclasses.replace(settings, run=RunSettings(id=run_id, directory=f"runs/{run_id}"))
@@ -77,6 +84,8 @@ def demo_settings(settings: Settings, steps: int | None, engines: int | None) ->
         settings = override_settings(settings, {"feeder": {"draws": steps}}, {}, source="--steps")
     if engines is not None:
         settings = override_settings(settings, {"engine": {"count": engines}}, {}, source="--engines")
+    if trainer is not None:
+        settings = override_settings(settings, {"trainer": {"kind": "external"}}, {}, source="--trainer")
     return settings
 
 
@@ -95,12 +104,12 @@ async def runnable_here(settings: Settings, unisolated: Unisolated, console: Ter
     return dataclasses.replace(settings, sandbox=dataclasses.replace(settings.sandbox, allow_unisolated=True))
 
 
-async def _run_and_report(settings: Settings, console: Terminal, measured: Measured) -> RunReport:
+async def _run_and_report(settings: Settings, console: Terminal, measured: Measured, trainer: Path | None) -> RunReport:
     """Run the loop, then replay and report while the servers still run."""
     display = Display(settings, console)
     began = time.monotonic()
     async with beside(_mean_load(measured)):
-        await until_trained(settings, display)
+        await until_trained(settings, display, trainer)
     total = time.monotonic() - began
     loop = display.loop_seconds()
     measured.seconds |= {"first weights": total - loop, "loop": loop}

@@ -12,11 +12,11 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from turnlog.infra.roles.ending import run_verb
 from turnlog.names import ExitStatus
-from turnlog.settings import Settings
+from turnlog.settings import EngineKind, Settings
 from turnlog.verbs.verb import Verb, acts, add_json
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ Examples:
   turnlog engines list                            list engines, their weights, and who requested them
   turnlog engines scale 4                         let `turnlog up` host 4 engines; wait until they serve
   turnlog engines register http://sglang-7:30000  add one that you have started yourself with the model in [model] path
+  turnlog engines register --kind vllm http://vllm-7:8000  add one of another kind than [engine] kind
   turnlog engines drain http://sglang-7:30000     remove it; its name works as well
 Exit status: 0 success, 2 error.
 """
@@ -53,6 +54,9 @@ def _engines_arguments(verb: argparse.ArgumentParser) -> None:
     joined = actions.add_parser("register", help="add an engine that you have started yourself")
     joined.add_argument("url", metavar="URL", help="http://host:port at which gateways and its loader reach it")
     joined.add_argument("--name", default="", metavar="ID", help="its name on the log (default: HOST:PORT)")
+    joined.add_argument(
+        "--kind", default="", choices=get_args(EngineKind), help="its kind (default: by [engine] kind and kinds)"
+    )
     gone = actions.add_parser("drain", help="remove an engine")
     gone.add_argument("engine", metavar="URL|ID", help="its address or name, as shown by `list`")
     for action in (scaled, joined, gone):
@@ -77,7 +81,8 @@ async def _run(settings: Settings, arguments: argparse.Namespace) -> int:
             case "scale":
                 asked = await fleet.scale(role, arguments.count, reason=arguments.reason)
             case "register":
-                asked = [await fleet.register(role, arguments.url, name=arguments.name, reason=arguments.reason)]
+                of = {"name": arguments.name, "kind": arguments.kind, "reason": arguments.reason}
+                asked = [await fleet.register(role, arguments.url, **of)]
             case _:
                 asked = [await fleet.drain(role, arguments.engine, reason=arguments.reason)]
         if not asked:

@@ -81,5 +81,5 @@ def _engine(settings: Settings, _: argparse.Namespace) -> int:
 VERBS = (
     *(Verb(name, what, _loop(name, module), under="role") for name, (module, what) in LOOPS.items()),
     *(Verb(name, what, _server(place), under="role") for name, (place, what) in SERVERS.items()),
-    Verb("engine", "run one SGLang engine with [model] path in the foreground, here or on Ray", _engine, under="role"),
+    Verb("engine", "run one engine ([engine] kind) in the foreground, here or on Ray", _engine, under="role"),
 )

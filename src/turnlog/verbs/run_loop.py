@@ -248,14 +248,15 @@ async def prepare_run(role: Role) -> PreparationResult:
     return PreparationResult(tuple(created), tuple(await check(role.log, role.settings)), begun)
 
 
-async def until_trained(settings: Settings, display: Display) -> None:
+async def until_trained(settings: Settings, display: Display, trainer: Path | None = None) -> None:
     """Configure the run and feed it. Return once every rollout batch is trained and its weights are stored and
-    acknowledged. Raises AlreadyFed, OtherRun, OtherSettings, UnfinishedRun."""
+    acknowledged. `trainer` is a Python program that trains the run; None: its trainer runs elsewhere. Raises
+    AlreadyFed, OtherRun, OtherSettings, UnfinishedRun."""
     async with open_role("run", settings) as role:
         stop_at_signal(asyncio.current_task())
         with alone(Path(settings.run.directory)):
             await prepare_run(role)
-            await _feed(role, display)
+            await _feed(role, display, trainer)
 
 
 def alone(directory: Path) -> contextlib.AbstractContextManager[object]:
@@ -270,11 +271,13 @@ def alone(directory: Path) -> contextlib.AbstractContextManager[object]:
     )
 
 
-async def _feed(role: Role, display: Display) -> None:
+async def _feed(role: Role, display: Display, trainer: Path | None) -> None:
     """Feed the run until it is over. Raises UnfinishedRun."""
-    async with display.show_live(), _running_feeder(role.settings), beside(_watch(role, display)) as watching:
+    members = [_feeder_member(role.settings), *([] if trainer is None else [trainer_member(role.settings, trainer)])]
+    supervisor = Supervisor(members, lambda _: None)
+    async with display.show_live(), _running(supervisor), beside(_watch(role, display)) as watching:
         display.phase = FIRST_PHASE
-        while not await _over(role, display):
+        while not await _over(role, display, supervisor):
             await asyncio.wait({watching}, timeout=LOOK_EVERY_S)  # polled: process states are files, not events
             if watching.done():
                 watching.result()
@@ -306,9 +309,7 @@ def stop_at_signal(task: asyncio.Task[None] | None) -> None:
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
 
 
-@contextlib.asynccontextmanager
-async def _running_feeder(settings: Settings) -> AsyncIterator[None]:
-    """Run a feeder process while the block runs. It is restarted if it dies, and stopped at the end."""
+def _feeder_member(settings: Settings) -> Member:
     directory = Path(settings.run.directory)
     health = f"http://{HOST}:{free_ports(1)[0]}"
     launch = Launch(
@@ -320,7 +321,25 @@ async def _running_feeder(settings: Settings) -> AsyncIterator[None]:
         ready_timeout_s=ROLE_START_S,
         liveness=role_liveness(health, settings.liveness),
     )
-    supervisor = Supervisor([Member(launch=launch, essential=True, must_be_ready=False)], lambda _: None)
+    return Member(launch=launch, must_be_ready=False)
+
+
+def trainer_member(settings: Settings, program: Path) -> Member:
+    """Return a program of the user's that trains the run, as docs/trainers.md describes."""
+    directory = Path(settings.run.directory).absolute()
+    launch = Launch(
+        name="trainer-0",
+        argv=(sys.executable, str(program)),
+        log=directory / LOGS / "trainer-0.log",
+        env={"TURNLOG_RUN_DIRECTORY": str(directory), "TURNLOG_INSTANCE": "trainer-0"},
+        remedy=f"`TURNLOG_RUN_DIRECTORY={directory} python {program}` can be run by hand",
+    )
+    return Member(launch=launch, often=settings.liveness.deaths)
+
+
+@contextlib.asynccontextmanager
+async def _running(supervisor: Supervisor) -> AsyncIterator[None]:
+    """Run the supervisor's members while the block runs. They are restarted if they die, and stopped at the end."""
     task = asyncio.create_task(supervisor.run())
     try:
         yield
@@ -344,7 +363,7 @@ async def _watch(role: Role, display: Display) -> None:
             display.show_changes()
 
 
-async def _over(role: Role, display: Display) -> bool:
+async def _over(role: Role, display: Display, supervisor: Supervisor) -> bool:
     """Return whether every rollout batch is trained, every engine has the newest version, and the last evaluation is
     scored. Raises FatalRoleFailure, NotEveryDraw, RunClosed."""
     settings, picture = role.settings, display.picture
@@ -353,7 +372,8 @@ async def _over(role: Role, display: Display) -> bool:
     if picture.is_over(settings.feeder.draws, settings.eval.every):
         return True
     drawn = picture.draws_trained
-    for child in status_processes(settings):
+    own = [{**member.as_dict(), "waiting": ""} for member in supervisor.watched.values()]
+    for child in [*status_processes(settings), *own]:
         if child["state"] == ChildState.FAILED:
             raise FatalRoleFailure(f"{child['name']}: {child['error']}; log {child['log']}")
         if child["name"].startswith("trainer") and child["state"] == ChildState.DONE and drawn < settings.feeder.draws:

@@ -15,14 +15,34 @@ def demo_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog demo`."""
     verb.add_argument("--steps", type=int, default=None, metavar="N", help="rollout batches to train (default 30)")
     verb.add_argument("--engines", type=int, default=None, metavar="N", help="number of engines (default 1)")
+    verb.add_argument(
+        "--trainer",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="a Python program that trains instead of turnlog's trainer, such as examples/trl_trainer.py",
+    )
 
 
 def _demo(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.sandbox_workers.pooling.worker_pools import find_isolation_failure
-    from turnlog.trainer.tiny_policy import prepare_model
+    from turnlog.trainer.tiny_policy import initial_weights, prepare_model
     from turnlog.verbs.demo import demo
 
-    return demo(settings, prepare_model, find_isolation_failure, steps=arguments.steps, engines=arguments.engines)
+    def prepare(before: Settings) -> Settings:
+        prepared = prepare_model(before)
+        if arguments.trainer is not None:
+            initial_weights(prepared)  # only turnlog's own trainer can make them
+        return prepared
+
+    return demo(
+        settings,
+        prepare,
+        find_isolation_failure,
+        steps=arguments.steps,
+        engines=arguments.engines,
+        trainer=arguments.trainer,
+    )
 
 
 def recipe_arguments(verb: argparse.ArgumentParser) -> None:
