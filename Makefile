@@ -22,6 +22,10 @@ endif
 ifeq ($(ENGINES),)
 unexport TURNLOG_ENGINE_COUNT
 endif
+ifneq ($(ENGINE),)
+export TURNLOG_ENGINE_KIND := $(ENGINE)
+endif
+VLLM_ENVIRONMENT := .venv-vllm/.ready
 
 # A file is one worker's, so that its servers and fixtures are made once; those that wait for servers come first, and what
 # computes fills the gaps that they leave.
@@ -36,8 +40,8 @@ IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder -
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: $(ENVIRONMENT)  ## the whole loop on this machine (STEPS=5 for the impatient, ENGINES=2)
-	@$(BIN)/turnlog demo
+demo: $(ENVIRONMENT) $(if $(filter vllm,$(ENGINE)),$(VLLM_ENVIRONMENT))  ## the whole loop on this machine (STEPS=5 for the impatient, ENGINES=2, ENGINE=vllm, TRAINER=trl)
+	@$(BIN)/turnlog demo $(if $(TRAINER),--trainer examples/$(TRAINER)_trainer.py)
 
 test: $(ENVIRONMENT)  ## every test: units, contracts, real servers, one small closed loop (TESTS=tests/unit, WORKERS=2)
 	@$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),$(IN_WORKERS))
@@ -147,6 +151,14 @@ $(ENVIRONMENT): $(UV) $(LOCKS)/all.lock pyproject.toml | supported
 	@VIRTUAL_ENV=.venv $(UV) pip install --quiet --no-deps --no-build-isolation --editable .
 	@echo $(PYTHON_VERSION) >$(ENVIRONMENT)
 
+# For tests and demos of vLLM on a CPU; turnlog is there for its plugin alone, without its dependencies.
+$(VLLM_ENVIRONMENT): $(UV) $(LOCKS)/vllm.lock | supported
+	@echo "environment: installing $$(grep -c == $(LOCKS)/vllm.lock) pinned packages into .venv-vllm (6 GB, a minute or two)" >&2
+	@$(call VENV,.venv-vllm)
+	@VIRTUAL_ENV=.venv-vllm $(UV) pip sync --quiet --require-hashes --compile-bytecode $(LOCKS)/vllm.lock
+	@VIRTUAL_ENV=.venv-vllm $(UV) pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $(VLLM_ENVIRONMENT)
+
 # From the source tree, by .venv-gpu if it is there, else by any python3 with torch and what the trainer imports.
 gpu:  ## check and measure the trainer on this machine's GPU, in 10 minutes at most (GPU_MINUTES=5)
 	@PYTHONPATH=src:$$PYTHONPATH $(firstword $(wildcard .venv-gpu/bin/python) python3) -m pytest -c /dev/null --rootdir tests/gpu --confcutdir tests/gpu -o markers=proves -p no:cacheprovider -rs -s tests/gpu
@@ -177,6 +189,10 @@ lock-%: $(UV)
 	@$(COMPILE) -c locks/$*/gpu-node.lock --extra gpu -o locks/$*/gpu.lock
 	@sed -E '/^openai==/,/[^\\]$$/d' locks/$*/all.lock >.cache/without-openai  # SGLang's pin, older than what frameworks want
 	@$(COMPILE) -c .cache/without-openai --group frameworks -o locks/$*/frameworks.lock
+	@sed -E '/^(packaging|transformers|virtualenv)==/,/[^\\]$$/d' locks/$*/all.lock >.cache/before-verl  # newer than what verl takes
+	@$(COMPILE) -c .cache/before-verl --group trainers -o locks/$*/trainers.lock
+	@grep -E '^(torch|torchvision|triton|nvidia-[a-z0-9-]*|cuda-[a-z-]*)==' locks/$*/all.lock | sed 's/ .*//' >.cache/same-torch  # on the disk once
+	@$(RESOLVE) -c .cache/same-torch --group vllm -o locks/$*/vllm.lock
 	@$(RESOLVE) $(FOLLOW) --group sbom -o locks/$*/sbom.lock
 	@echo 'verifiers[ta]==0.4.0' | $(RESOLVE) - -o locks/$*/verifiers.lock  # of tests: users bring their own
 	@echo 'verifiers==0.3.1' | $(RESOLVE) - -o locks/$*/verifiers-classic.lock

@@ -1,4 +1,4 @@
-"""Clients of real machines (Kafka, registry, object store, SGLang) and the embedded runtime."""
+"""Clients of real machines (Kafka, registry, object store, SGLang, vLLM) and the embedded runtime."""
 
 if __name__ == "infra":
     raise ImportError("import turnlog.infra, not infra: a twin import copies every class")

@@ -28,9 +28,11 @@ import pytest
 from tests.secured import Secured, secured_broker
 from tests.shared_servers import OwnServers, ServersOfRun, SharedServers
 from tests.tiny_model import make_tiny_model
+from turnlog.infra.embedded import NotInstalled
 from turnlog.infra.embedded.broker import QUICK
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.servers import EngineServer
+from turnlog.infra.embedded.vllm_command import vllm_python
 from turnlog.infra.topics_admin import ROLES
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.settings import (
@@ -330,6 +332,19 @@ def engine_url(tiny_model: Path, servers: Path) -> Iterator[str]:
     """URL of a real SGLang on CPU that serves `tiny_model`; 20 to 80 s to start, so mark its tests `engine`."""
     settings = EngineSettings(extra_args=("--weight-version", "0"))  # as if a loader had given it what it serves
     with EngineServer(tiny_model, settings, log=servers / "engine.log") as engine:
+        yield engine.url
+
+
+@pytest.fixture(scope="session")
+def vllm_engine_url(servers: Path) -> Iterator[str]:
+    """URL of a real vLLM on CPU that serves a tiny model with wider heads; 30 to 80 s to start."""
+    settings = EngineSettings(kind="vllm")
+    try:
+        vllm_python(settings)
+    except NotInstalled:
+        pytest.skip("vLLM has no environment here: make .venv-vllm/.ready")
+    model = make_tiny_model(servers / "vllm-model", head_dim=32)  # vLLM's attention on a CPU has no heads of 16
+    with EngineServer(model, settings, log=servers / "vllm-engine.log") as engine:
         yield engine.url
 
 

@@ -101,6 +101,7 @@ SHARED = {
     "call_id": "Id of the tool call.",
     "sample_id": "Id of the training row.",
     "floor": "End offset of the group's agent.sessions partition, read before the rollout was admitted.",
+    "kind": "Kind of the engine: sglang or vllm.",
     "settings_sha256": "Hash of the recorded settings, as in RunConfigured.",
     "fold_version": "Version of the fold rules, as in RunConfigured.",
     "worker": "Name of the sandbox worker.",

@@ -22,6 +22,7 @@ import mmap
 import socket
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -374,7 +375,8 @@ def new_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
     if device.type != "cpu" or nbytes < HUGE_BYTES:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE)
-    memory.madvise(mmap.MADV_HUGEPAGE)  # page faults would take a quarter of the time of receiving
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

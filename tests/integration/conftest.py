@@ -168,7 +168,7 @@ class Stage:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("127.0.0.1", int(url.rpartition(":")[2])))
             with contextlib.closing(listener):
-                gateway = await Gateway.create(role, url, connect=lambda url: self.sides.get(url, self.engine))
+                gateway = await Gateway.create(role, url, connect=lambda url, _: self.sides.get(url, self.engine))
                 gateway.engines.clock = clock
                 async with gateway.current(), serving(gateway, listener):
                     yield

@@ -79,8 +79,8 @@ from turnlog.schemas.events import (
 from turnlog.schemas.topics import CATALOGUE
 from turnlog.settings import KafkaSettings, RunSettings, Settings
 from turnlog.trainer.families.family import read_shape
-from turnlog.trainer.loop import read_past
 from turnlog.trainer.warm_start import make_base
+from turnlog.trainer.weight_records import read_past
 from turnlog.verbs.replay import replay_or_refold
 
 __all__ = ["settings"]

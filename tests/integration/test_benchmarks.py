@@ -24,7 +24,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NUMBERED = {path.stem.partition("_")[0].upper() for path in BENCHMARKS.glob("[a-z]*[0-9]_*.py")}
 NAMES = sorted(NUMBERED - {"E1"} | {"SCALE", "COST", "TREE"})
 """E1, MODES and LOOP need an engine: test_engine_scale.py and test_closed_loop.py run them, on one that is there."""
-HEAVY = {"COST", "G7", "G9", "G15", "G16", "I2", "L1", "L2", "L3", "L4", "P1", "SCALE", "T2", "TREE", "W1"}
+HEAVY = {"C1", "COST", "G7", "G9", "G15", "G16", "I2", "L1", "L2", "L3", "L4", "P1", "SCALE", "T2", "TREE", "W1"}
 """Benchmarks that take longer than 10 s at their smallest size."""
 LINE = {"id", "value", "unit", "goal", "ok", "floor", "share", "goal_share", "load", "detail"}
 
@@ -113,7 +113,7 @@ def test_a_benchmark_that_does_not_exist_is_named_with_those_that_do() -> None:
     command = [sys.executable, str(BENCHMARKS / "run.py"), "--only", "G99"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "no benchmark G99; there are COST, E1, ENV, G1, G2, " in done.stderr
+    assert "no benchmark G99; there are C1, COST, E1, ENV, G1, G2, " in done.stderr
 
 
 def test_rows_of_the_readme_come_from_the_lines() -> None:

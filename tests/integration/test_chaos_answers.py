@@ -85,6 +85,16 @@ def test_a_trainer_killed_in_each_thing_that_it_does_trains_the_same(
     assert line["ok"], line
 
 
+@pytest.mark.long
+def test_a_trainer_of_trl_killed_in_each_thing_that_it_does_trains_the_same(live_settings: Settings) -> None:
+    """The suite kills one after a step (test_trl_trainer.py)."""
+    places = ("step", "publish", "commit", "save", "start")
+    line = told(live_settings, "trainer_trl.py", "--kills", str(len(places)))
+    assert line["detail"]["struck"] == dict.fromkeys(places, 1)
+    assert (line["lost"], line["twice"], line["skipped"], line["identical"]) == (0, 0, 0, True)
+    assert line["ok"], line
+
+
 def test_a_gateway_killed_under_a_hundred_streams_loses_none_and_leaves_nothing_running(
     live_settings: Settings,
 ) -> None:

@@ -22,7 +22,8 @@ from safetensors.torch import save_file
 from tests.tiny_model import make_tiny_model
 from tests.training_side import TrainingSide, digests_of
 from turnlog.infra.embedded.servers import EngineServer
-from turnlog.infra.engine import LOADING, EngineDead, EngineRefused, Generate, SGLang, SGLangControl, TransferFailed
+from turnlog.infra.engines.protocol import LOADING, EngineDead, EngineRefused, Generate, TransferFailed
+from turnlog.infra.engines.sglang import SGLang, SGLangControl
 from turnlog.infra.tensors.files import METADATA
 from turnlog.infra.tensors.transfer import TransferBroken
 from turnlog.settings import EngineSettings
@@ -72,10 +73,13 @@ def changed(model: Path, seed: int) -> Weights:
     }
 
 
-async def test_a_paused_engine_takes_no_core_from_those_that_send(controls: list[SGLangControl]) -> None:
+async def test_a_paused_engine_takes_no_core_from_those_that_send(
+    engines: list[EngineServer], controls: list[SGLangControl]
+) -> None:
     """SGLang's own loop spins while it is paused, also with --sleep-on-idle."""
-    found = [each for each in psutil.Process().children(recursive=True) if each.name().startswith("sglang::sched")]
-    assert len(found) == len(controls)
+    below = [each for engine in engines for each in psutil.Process(engine.pid).children(recursive=True)]
+    found = [each for each in below if each.name().startswith("sglang::sched")]
+    assert len(found) == len(engines)
 
     def cpu_s() -> float:
         return sum(each.cpu_times().user + each.cpu_times().system for each in found)

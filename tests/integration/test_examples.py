@@ -171,8 +171,9 @@ def test_the_guide_shows_the_example_as_it_is() -> None:
     assert len(shown.splitlines()) < 20
     (hashing,) = re.findall(r"^```python\n.*?\n\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
     assert hashing in (EXAMPLES / "check_without_turnlog.py").read_text()
+    pages = guide + (EXAMPLES.parent / "docs" / "trainers.md").read_text()
     for path in EXAMPLES.glob("*.py"):
-        assert f"(../examples/{path.name})" in guide
+        assert f"(../examples/{path.name})" in pages
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,13 @@ from turnlog.names import ExitStatus
 from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.settings import EngineSettings, RunSettings, Settings
 from turnlog.trainer import CheckpointFailed, ExportFailed
-from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor, cursor_values
+from turnlog.trainer.checkpoints.cursor import Checkpoints, cursor_values
 from turnlog.trainer.checkpoints.places import FolderPlace
 from turnlog.trainer.checkpoints.saves import Saves
 from turnlog.trainer.families.shape import TINY
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
+from turnlog.trainer.manifests import Cursor
 from turnlog.trainer.plan import imitation
 
 

@@ -15,7 +15,8 @@ import numpy as np
 import orjson
 import pytest
 
-from turnlog.infra.engine import Generate, SGLang
+from turnlog.infra.engines.protocol import Generate
+from turnlog.infra.engines.sglang import SGLang
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Partition

@@ -22,7 +22,8 @@ from tests.fakes.weights import Publications, upload, version
 from turnlog.consumers.loader import EngineSwapFailed
 from turnlog.consumers.loader.role import main
 from turnlog.infra.embedded.servers import EngineServer
-from turnlog.infra.engine import Adapter, Generate, OutputChunk, SGLang
+from turnlog.infra.engines.protocol import Adapter, Generate, OutputChunk
+from turnlog.infra.engines.sglang import SGLang
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.tensors.served import ServedNote
@@ -37,13 +38,13 @@ from turnlog.schemas.events import (
 from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.topics import ENGINES
 from turnlog.settings import EngineSettings, LoaderSettings, Settings
-from turnlog.trainer.checkpoints.cursor import Cursor
-from turnlog.trainer.checkpoints.publications import version_event
-from turnlog.trainer.export import Of
+from turnlog.trainer.export import ExportedWeights
 from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
+from turnlog.trainer.manifests import Cursor
 from turnlog.trainer.plan import LearnerOptions, imitation
+from turnlog.trainer.weight_records import version_event
 from turnlog.trainer.weights import read_weights
 
 pytestmark = [pytest.mark.kafka, pytest.mark.engine]
@@ -282,7 +283,9 @@ async def adapting(live_settings: Settings, tiny_model: Path, lora_engine_url: s
         yield role
 
 
-async def export(role: Role, learner: Learner, folder: Path, number: int, of: Of, adapts: int | None = None) -> None:
+async def export(
+    role: Role, learner: Learner, folder: Path, number: int, of: ExportedWeights, adapts: int | None = None
+) -> None:
     """What the learner holds goes out as version `number`; beside it lies what engines would serve of it whole."""
     for what in {of, "merged"}:
         (folder / f"{what}-{number}").mkdir()

@@ -23,7 +23,7 @@ from tests.fakes.memory_engine import MemoryEngine
 from tests.fakes.memory_log import MemoryLog
 from tests.integration.conftest import CALL, Stage, staged
 from tests.unit.producers.test_admission import published
-from turnlog.infra.engine import Generate, OutputChunk
+from turnlog.infra.engines.protocol import Generate, OutputChunk
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import LogUnreachable, Partition
 from turnlog.infra.roles.health import Health

@@ -97,7 +97,7 @@ async def gateway(role: Role, acts: Callable[[str], str] = acts) -> None:
     engine.script = lambda prompt: tokens.encode(acts(tokens.literal(prompt)) + "<|im_end|>")
     url = role.settings.gateway.url
     with contextlib.closing(socket.create_server(("127.0.0.1", int(url.rpartition(":")[2])))) as listener:
-        served = await Gateway.create(role, url, connect=lambda _: engine)
+        served = await Gateway.create(role, url, connect=lambda *_: engine)
         async with served.current(), serving(served, listener):
             await role.stopping.wait()
 

@@ -113,7 +113,7 @@ def test_valgrind_tells_how_many_instructions() -> None:
 @each(
     ("line", "files", "kind"),
     [
-        ("body = orjson.loads(content)", (HOME + "infra/engine.py",), cost_kinds.JSON),
+        ("body = orjson.loads(content)", (HOME + "infra/engines/sglang.py",), cost_kinds.JSON),
         ("return hashlib.sha256(text).hexdigest()", (HOME + "schemas/ids.py",), cost_kinds.HASHING),
         ("self._db.executemany(insert, rows)", (HOME + "consumers/index/rows.py",), cost_kinds.SQL),
         ("writer(out, schema, value)", (SITE + "fastavro/_write.py", HOME + "schemas/codec.py"), cost_kinds.ENCODING),

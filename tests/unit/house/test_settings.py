@@ -134,6 +134,10 @@ def test_a_list_whose_parts_hold_commas_is_json_in_the_environment() -> None:
             {"trainer": {"publish": "adapter", "lora_rank": 4, "delta_chain": 2}},
             r"trainer.delta_chain is 2: adapters go out whole; set trainer.delta_chain to 0",
         ),
+        (
+            {"trainer": {"kind": "external", "publish": "direct", "delta_chain": 2}, "engine": {"colocate": True}},
+            r"only the Megatron trainer can do trainer.delta_chain = 2, trainer.publish = 'direct', engine.coloc",
+        ),
         ({"run": 3}, r"\[run\] must be a table"),
     ],
 )

@@ -119,6 +119,14 @@ def test_an_engine_is_found_by_name_or_address_and_one_that_stays_before_one_tha
     ]
 
 
+def test_the_kind_of_a_registration_stays_until_the_next_one() -> None:
+    fleet, found = Fleet(), []
+    for wanted, kind in ((SERVING, "vllm"), (GONE, ""), (SERVING, "")):
+        fleet.apply(fleet.request("engine-1", wanted, run_id="r", by=OPERATOR, url="http://e", kind=kind))
+        found.append(fleet.engines["engine-1"].wanted_kind)
+    assert found == ["vllm", "vllm", ""]
+
+
 def report(kind: type[Event], version: int = 0, *, engine: str = "e", state: str = SERVING, **more: Any) -> Event:
     fields: dict[str, Any] = {"event_id": "", "run_id": "r", "engine_id": engine, "url": "http://e"}
     rest: dict[type[Event], dict[str, Any]] = {
