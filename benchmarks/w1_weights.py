@@ -76,7 +76,7 @@ from turnlog.trainer.transfers import Transfers
 from turnlog.trainer.weight_records import version_event
 
 GOAL_SHARE, GOAL_OF_STORE, GOAL_PAUSE, GOAL_BUCKETS = 0.5, 5.0, 1.3, 1.0
-PARAMETERS = int(os.environ.get("BENCH_PARAMETERS", size(150_000_000, smallest=0)))
+PARAMETERS = int(os.environ.get("BENCH_PARAMETERS", size(200_000_000, smallest=0)))
 BUCKET_MB = size(64, smallest=1)
 TIMES = size(5, smallest=1)
 """Repetitions, of which the median counts."""
