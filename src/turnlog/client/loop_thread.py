@@ -32,10 +32,22 @@ class LoopThread:
         """Error of `enter`. If it is an interruption, it leaves a context that opens and that nobody will close."""
 
     def __enter__(self) -> Self:
-        self._portal = self._thread.enter_context(start_blocking_portal(name=self._name))
+        # In another thread, since anyio waits for ever if its start is interrupted.
+        starting = threading.Thread(target=self._start, daemon=True)
+        try:
+            starting.start()
+            starting.join()
+        except BaseException as error:
+            if starting.ident is not None:
+                starting.join()
+            self._close(error)
+            raise
         # Without it the interpreter would close the portal when it has stopped the thread, and wait for it for ever.
         atexit.register(self._end)
         return self
+
+    def _start(self) -> None:
+        self._portal = self._thread.enter_context(start_blocking_portal(name=self._name))
 
     def __exit__(self, *_: object) -> None:
         atexit.unregister(self._end)

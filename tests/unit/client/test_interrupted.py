@@ -140,3 +140,30 @@ def test_an_interruption_while_something_opens_ends_it(interrupt: Callable[[], A
     with pytest.raises(Interruption), LoopThread("test") as thread:
         thread.enter(opens_for_ever())
     assert ended.is_set()
+
+
+@pytest.mark.parametrize("times", range(20))
+def test_an_interruption_while_the_thread_starts_ends_it(times: int) -> None:
+    """The signal comes from another thread, at any instruction of the start."""
+
+    def handle(*_: object) -> None:
+        raise Interruption
+
+    def send() -> None:
+        for _ in range(times * 50):
+            pass
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+    def start() -> None:
+        sender.start()
+        with LoopThread("test"):
+            threading.Event().wait(10)
+
+    before = signal.signal(signal.SIGTERM, handle)
+    sender = threading.Thread(target=send)
+    try:
+        with pytest.raises(Interruption):
+            start()
+    finally:
+        sender.join()
+        signal.signal(signal.SIGTERM, before)
