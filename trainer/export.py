@@ -27,7 +27,14 @@ from turnlog.trainer.weights import Numbering, tensor_bytes, tensors_of, unstack
 
 ExportedWeights = Literal["merged", "base", "adapter"]
 """merged: the whole model; base: the model without what its low-rank adapters add; adapter: only these, in float32."""
-LIMIT = 512 << 20
+
+
+def bucket_memory(bucket_mb: int) -> int:
+    """Return the bytes that buckets use of [weights] bucket_mb; the rest is for digests and for conversions of type."""
+    return (bucket_mb << 20) * 3 // 4
+
+
+LIMIT = bucket_memory(512)
 """Bytes that a rank uses beside the model, unless a caller names another number."""
 ALONE_BYTES = 16 << 20
 """A tensor of so many bytes travels alone, out of the model's own memory where it lies there in one piece: a copy of a

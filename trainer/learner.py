@@ -276,7 +276,7 @@ class Learner:
         """Return the sha256 checksums of the present weights at rank 0."""
         return self.plan_export(of).sha256()
 
-    def digests(self, bucket_bytes: int = LIMIT) -> tuple[tuple[TensorSpec, ...], dict[str, str]] | None:
+    def digests(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], dict[str, str]] | None:
         """Return at rank 0 all tensors of the whole model, and name -> "HEX:SHAPE" of the digest of each
         (infra/tensors/digests.py). `bucket_bytes`: memory for buckets.
         """

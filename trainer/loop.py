@@ -58,7 +58,7 @@ from turnlog.trainer.checkpoints.places import CACHE, FolderPlace, RunBlobs, che
 from turnlog.trainer.checkpoints.publications import VERSION, Publications
 from turnlog.trainer.checkpoints.saves import NeededByEvaluations, Saves
 from turnlog.trainer.checkpoints.state import read_common
-from turnlog.trainer.export import ExportedWeights
+from turnlog.trainer.export import ExportedWeights, bucket_memory
 from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.generation import Generation, StepFigures, mean_reward
 from turnlog.trainer.launch import LearnerThread, ranks
@@ -296,8 +296,12 @@ class Trainer:
         """Publish the current weights and wait for it. Lags are counted in steps: base weights have the step at which
         adapters begin.
         """
-        found = await self._learner.call(Learner.digests) if self._is_direct else None
-        due = await self._due(self._generation.cursor, checkpoint, of, None if found is None else found[1])
+        digests: Mapping[str, str] | None = None
+        if self._is_direct:  # with the plan by which versions are sent
+            limit = bucket_memory(self._role.settings.weights.bucket_mb)
+            found = await self._learner.call(Learner.digests, limit)
+            digests = None if found is None else found[1]
+        due = await self._due(self._generation.cursor, checkpoint, of, digests)
         self._generation.count_version(due)
         await self.publications.settle()
 

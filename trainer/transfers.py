@@ -45,6 +45,7 @@ from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import ENGINE_REQUESTS, ENGINES, TRANSFERS
 from turnlog.trainer.calls import RanksCall
 from turnlog.trainer.checkpoints.publications import VERSION, Publications
+from turnlog.trainer.export import bucket_memory
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.manifests import Cursor
 from turnlog.trainer.sending import SendOrder
@@ -332,7 +333,7 @@ class Transfers:
 
     @property
     def _limit(self) -> int:
-        return (self._settings.bucket_mb << 20) * 3 // 4  # the rest is for digests and for conversions of type
+        return bucket_memory(self._settings.bucket_mb)
 
     def _engines(self, states: Collection[str], *, news: int | None = None) -> set[str]:
         """Return the engines that were not requested to go and are in one of these states; with `news`, only those that
