@@ -70,11 +70,7 @@ class HeldTensors:
     def _joined(self, transfer: Transfer, deadline: Deadline) -> Receiver:
         if self._receiver is None or self._receiver.group != transfer.group:
             self._leave()
-            self._receiver = Receiver(
-                transfer.group, transfer.address, transfer.port, rank=transfer.first_rank,
-                world_size=transfer.world_size, senders=transfer.senders, device=torch.device("cpu"),
-                timeout_s=deadline.left_s,
-            )  # fmt: skip
+            self._receiver = Receiver(transfer, device=torch.device("cpu"), timeout_s=deadline.left_s)
         return self._receiver
 
     def _leave(self) -> None:

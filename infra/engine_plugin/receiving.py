@@ -111,11 +111,8 @@ class EngineReceiver:
         if self._receiver is not None and self._receiver.group == transfer.group:
             return self._receiver
         self._leave()
-        self._receiver = Receiver(
-            transfer.group, transfer.address, transfer.port,
-            rank=transfer.first_rank + runner.weight_updater.tp_rank, world_size=transfer.world_size,
-            senders=transfer.senders, device=device, shared=transfer.shared, timeout_s=deadline.left_s,
-        )  # fmt: skip
+        rank = runner.weight_updater.tp_rank
+        self._receiver = Receiver(transfer, device=device, timeout_s=deadline.left_s, own_rank=rank)
         return self._receiver
 
     def _leave(self) -> None:

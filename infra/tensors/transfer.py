@@ -29,6 +29,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from turnlog.infra.engine_plugin.order import Transfer
 from turnlog.infra.tensors.digests import bucket_offsets
 from turnlog.infra.tensors.files import WIDTHS, TensorSpec
 from turnlog.infra.tensors.shared_buckets import SharedSender, SharedSource
@@ -218,7 +219,8 @@ class SenderGroup:
             alone = half is not None and half.memory.numel() > half_bytes
             if half is not None and (alone or nbytes > half_bytes or number == self._turn):
                 half.wait(timeout_s)
-                if alone or nbytes > half_bytes or half.memory.device.type != device.type:
+                small = half.memory.numel() < nbytes
+                if alone or small or nbytes > half_bytes or half.memory.device.type != device.type:
                     self._halves[number] = None
         found = self._halves[self._turn]
         if found is None:
@@ -254,33 +256,29 @@ class Receiver:
 
     def __init__(
         self,
-        group: str,
-        address: str,
-        port: int,
+        transfer: Transfer,
         *,
-        rank: int,
-        world_size: int,
-        senders: int,
         device: torch.device,
         timeout_s: float,
-        shared: bool = False,
+        own_rank: int = 0,
     ) -> None:
-        """Join all groups within `timeout_s`. `shared`: whether they are to share memory. Raises TransferBroken."""
+        """Join all groups within `timeout_s`. `own_rank`: rank within the engine. Raises TransferBroken."""
         deadline = Deadline(timeout_s)
-        self.group, self._device = group, device
-        self._store = connect(address, port, deadline)
+        self.group, self._device = transfer.group, device
+        self._store = connect(transfer.address, transfer.port, deadline)
         self._sources: list[BucketSource] = []
-        self._shared = shared
+        self._shared = transfer.shared
         self._halves: _Halves | None = None
         """Kept between transfers: the kernel's zeroing of new memory takes a tenth of the time of a transfer."""
         try:
-            for index in range(senders):
-                self._join(f"{group}-{index}", address, port, rank, world_size, deadline)
+            for index in range(transfer.senders):
+                self._join(f"{transfer.group}-{index}", transfer, transfer.first_rank + own_rank, deadline)
         except BaseException:
             self.close()
             raise
 
-    def _join(self, name: str, address: str, port: int, rank: int, world_size: int, deadline: Deadline) -> None:
+    def _join(self, name: str, transfer: Transfer, rank: int, deadline: Deadline) -> None:
+        address, port = transfer.address, transfer.port
         with naming_member(f"the sender of {name}"):
             kind = get(self._store, kind_key(name), deadline).decode()
         # What a sender of shared memory tells is trusted, so this is the loader's decision and not the store's.
@@ -298,7 +296,7 @@ class Receiver:
                 f"the sender of {name} uses {kind}, and this engine is on {self._device.type}: let the trainer and all "
                 "engines have devices of one kind, or send through the store"
             )
-        found = form_group(self._store, address, port, name, rank, world_size, kind, deadline)
+        found = form_group(self._store, address, port, name, rank, transfer.world_size, kind, deadline)
         self._sources.append(GroupSource(found, name))
 
     def plan(self, version: int, attempt: int, timeout_s: float) -> TransferPlan:

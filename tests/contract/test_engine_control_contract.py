@@ -286,10 +286,7 @@ async def take_part(transfer: Transfer, timeout_s: float) -> dict[str, str]:
     digests = dict[str, str]()
 
     def receive() -> None:
-        member = Receiver(
-            transfer.group, transfer.address, transfer.port, rank=transfer.first_rank, world_size=transfer.world_size,
-            senders=transfer.senders, device=CPU, timeout_s=timeout_s,
-        )  # fmt: skip
+        member = Receiver(transfer, device=CPU, timeout_s=timeout_s)
         try:
             for specs, bucket in member.receive(member.plan(transfer.version, transfer.attempt, timeout_s), timeout_s):
                 digests.update(zip((spec.name for spec in specs), bucket_digests(specs, bucket), strict=True))

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from measure import QWEN3_06B, SMALL
 
+from turnlog.infra.engine_plugin.order import Transfer
 from turnlog.infra.tensors.digests import bucket_digests, bucket_offsets
 from turnlog.infra.tensors.files import TensorSpec
 from turnlog.infra.tensors.transfer import Receiver, SenderGroup, TransferHost, TransferPlan
@@ -149,10 +150,11 @@ def _sent(way: str, device: torch.device) -> dict[str, Any]:
 
 def _receive(pipe: Connection, port: int, device: str, shared: bool) -> None:
     """Receive both transfers; say of each that this process is ready, and the digests of its buckets."""
-    receiver = Receiver(
-        "buckets", HOST, port, rank=1, world_size=2, senders=1, device=torch.device(device), timeout_s=LIMIT_S,
+    transfer = Transfer(
+        version=0, attempt=0, group="buckets", address=HOST, port=port, world_size=2, senders=1, first_rank=1,
         shared=shared,
     )  # fmt: skip
+    receiver = Receiver(transfer, device=torch.device(device), timeout_s=LIMIT_S)
     for version in range(2):
         plan = receiver.plan(version, 0, LIMIT_S)
         pipe.send("ready")

@@ -31,10 +31,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def receiver(transfer: Transfer, timeout_s: float = 20.0) -> Receiver:
-    return Receiver(
-        transfer.group, transfer.address, transfer.port, rank=transfer.first_rank, world_size=transfer.world_size,
-        senders=transfer.senders, device=CPU, timeout_s=timeout_s, shared=transfer.shared,
-    )  # fmt: skip
+    return Receiver(transfer, device=CPU, timeout_s=timeout_s)
 
 
 def received(member: Receiver, version: int, attempt: int = 0, timeout_s: float = 20.0) -> Found:
@@ -148,12 +145,10 @@ def test_an_abort_ends_the_wait_of_the_sender(pool: ThreadPoolExecutor, backend:
 
 ENGINE = """
 import sys, torch
+from turnlog.infra.engine_plugin.order import read_order
 from turnlog.infra.tensors.transfer import Receiver
-group, address, port, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-member = Receiver(
-    group, address, port, rank=1, world_size=size, senders=1, device=torch.device("cpu"), timeout_s=60,
-    shared=sys.argv[5] == "shared",
-)
+transfer, timeout_s = read_order(sys.argv[1])
+member = Receiver(transfer, device=torch.device("cpu"), timeout_s=timeout_s)
 for number, _ in enumerate(member.receive(member.plan(0, 0, 60), 60)):
     print(number, flush=True)
     if number == 1:
@@ -165,19 +160,20 @@ for number, _ in enumerate(member.receive(member.plan(0, 0, 60), 60)):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_sender_is_told_of_an_engine_that_dies_or_hangs_in_a_bucket(backend: str, how: signal.Signals) -> None:
     weights = {f"t{number}": torch.zeros(2 << 20) for number in range(12)}
-    with TrainingSide(1, backend=backend, half_bytes=16 << 20, timeout_s=60.0) as side:
-        arguments = [side.group, HOST, str(side.host.port), "2", backend]
-        with subprocess.Popen(
-            [sys.executable, "-c", ENGINE, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        ) as engine:
-            sending = ThreadPoolExecutor(1).submit(side.send, side.plan(weights, 0), weights)
-            assert engine.stdout is not None
-            assert [engine.stdout.readline(), engine.stdout.readline()] == [b"0\n", b"1\n"]
-            side.timeout_s = 2.0
-            engine.send_signal(how)
-            with pytest.raises(TransferBroken):
-                sending.result(timeout=120)  # a wait that began before may take 60 s
-            engine.kill()
+    with (
+        TrainingSide(1, backend=backend, half_bytes=16 << 20, timeout_s=60.0) as side,
+        subprocess.Popen(
+            [sys.executable, "-c", ENGINE, side.transfer(0).order(60.0)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as engine,
+    ):
+        sending = ThreadPoolExecutor(1).submit(side.send, side.plan(weights, 0), weights)
+        assert engine.stdout is not None
+        assert [engine.stdout.readline(), engine.stdout.readline()] == [b"0\n", b"1\n"]
+        side.timeout_s = 2.0
+        engine.send_signal(how)
+        with pytest.raises(TransferBroken):
+            sending.result(timeout=120)  # a wait that began before may take 60 s
+        engine.kill()
     assert not [path for path in Path("/dev/shm").iterdir() if "turnlog-bucket" in path.name]
 
 
