@@ -229,6 +229,20 @@ def verdict(
     )  # fmt: skip
 
 
+def of_tiny_model(settings: Settings, kills: int) -> Settings:
+    """Return the settings of a run that trains a tiny model for so many kills."""
+    replace = dataclasses.replace
+    model = synthetic_model(Path(settings.run.directory) / "model")
+    return replace(
+        settings,
+        model=replace(settings.model, path=str(model)),
+        feeder=replace(settings.feeder, draws=max(10, STEPS_PER_KILL * kills)),
+        trainer=replace(
+            settings.trainer, threads=1, learning_rate=8e-4, dtype="float32", checkpoint_every=CHECKPOINT_EVERY
+        ),
+    )
+
+
 def main() -> int:
     """Parse and run."""
     parser = argparse.ArgumentParser(description="Kill the trainer while it trains.")
@@ -241,21 +255,10 @@ def main() -> int:
     if arguments.dies_in:
         return doomed(arguments.dies_in, arguments.seed)
     with servers(f"chaos-{uuid4().hex[:8]}") as settings:
-        replace = dataclasses.replace
-        model = synthetic_model(Path(settings.run.directory) / "model")
-        settings = replace(
-            settings,
-            model=replace(settings.model, path=str(model)),
-            feeder=replace(settings.feeder, draws=max(10, STEPS_PER_KILL * arguments.kills)),
-            trainer=replace(
-                settings.trainer,
-                threads=1,
-                learning_rate=8e-4,  # the model is tiny
-                dtype="float32",
-                checkpoint_every=CHECKPOINT_EVERY,
-                checkpoints=arguments.checkpoints or settings.trainer.checkpoints,
-            ),
-        )
+        settings = of_tiny_model(settings, arguments.kills)
+        if arguments.checkpoints:
+            trainer = dataclasses.replace(settings.trainer, checkpoints=arguments.checkpoints)
+            settings = dataclasses.replace(settings, trainer=trainer)
         stored = settings.trainer.checkpoints == "s3"
         kinds = arguments.kinds.split(",") if arguments.kinds else all_kinds(stored=stored)
         story = asyncio.run(torture(settings, kinds, kills=arguments.kills, seed=arguments.seed))

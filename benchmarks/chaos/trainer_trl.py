@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import random
 import sys
 from pathlib import Path
@@ -24,8 +23,7 @@ from uuid import uuid4
 from dying import doom
 from servers import environment, servers
 
-from tests.fakes.batches import synthetic_model
-from trainer import CHECKPOINT_EVERY, LATEST, START, STEPS_PER_KILL, torture, verdict
+from trainer import LATEST, START, of_tiny_model, torture, verdict
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.settings import Settings
 
@@ -94,16 +92,7 @@ def main() -> int:
     if arguments.dies_in:
         return doomed(arguments.dies_in, arguments.seed)
     with servers(f"chaos-{uuid4().hex[:8]}") as settings:
-        replace = dataclasses.replace
-        model = synthetic_model(Path(settings.run.directory) / "model")
-        settings = replace(
-            settings,
-            model=replace(settings.model, path=str(model)),
-            feeder=replace(settings.feeder, draws=max(10, STEPS_PER_KILL * arguments.kills)),
-            trainer=replace(
-                settings.trainer, threads=1, learning_rate=8e-4, dtype="float32", checkpoint_every=CHECKPOINT_EVERY
-            ),
-        )
+        settings = of_tiny_model(settings, arguments.kills)
         kinds = arguments.kinds.split(",")
         story = asyncio.run(torture(settings, kinds, kills=arguments.kills, seed=arguments.seed, start=start))
         return verdict(settings, *story, id="trainer_trl", within=WITHIN)

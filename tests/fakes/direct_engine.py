@@ -121,6 +121,14 @@ class Ranks:
             )
         )  # fmt: skip
 
+    async def offer(self, number: int, *members: str, reports: int) -> None:
+        """Version `number`, once it is announced and engines have made so many reports in all: the transfer to these
+        engines.
+        """
+        await self.announce(number)
+        await self.awaited(reports)
+        await self.begin(number, *members)
+
     async def awaited(self, count: int) -> list[EngineWeightsAwaited]:
         """The first `count` reports of engines that are ready, once they are there."""
         found: list[EngineWeightsAwaited] = []

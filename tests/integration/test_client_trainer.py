@@ -105,18 +105,24 @@ async def test_the_older_of_two_trainers_is_told_so_and_nothing_of_it_is_on_the_
     assert [one.incarnation for one in await versions_of(role)] == [0, 1]
 
 
+async def interrupted_at(said: bytes, settings: Settings, folder: Path) -> bytes:
+    """Start a trainer, send it Ctrl-C once it has said this, and return what it wrote to stderr until its end."""
+    process = await start(settings, folder, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    while said not in await process.stdout.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert errors.strip().endswith(b"KeyboardInterrupt")
+    return errors
+
+
 async def test_an_interrupted_trainer_leaves_cleanly_and_the_next_one_continues(
     settings: Settings, role: Role, tmp_path: Path
 ) -> None:
     """Ctrl-C while it waits for a batch that nobody has formed yet."""
     await append_batches(role.events, role.blobs, settings.run.id, 3)
-    process = await start(settings, tmp_path, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    while b"saved 3" not in await process.stdout.readline():
-        pass
-    process.send_signal(signal.SIGINT)
-    _, errors = await asyncio.wait_for(process.communicate(), 60)
-    assert errors.strip().endswith(b"KeyboardInterrupt")
+    errors = await interrupted_at(b"saved 3", settings, tmp_path)
     assert b"Task was destroyed" not in errors
     cursor = scripted_trainer.read_checkpoint(tmp_path)[1]
     assert cursor is not None
@@ -131,13 +137,7 @@ async def test_an_interrupted_trainer_leaves_cleanly_and_the_next_one_continues(
 async def test_a_trainer_that_is_interrupted_while_it_opens_ends(
     settings: Settings, role: Role, tmp_path: Path
 ) -> None:
-    process = await start(settings, tmp_path, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    while b"opening" not in await process.stdout.readline():
-        pass
-    process.send_signal(signal.SIGINT)
-    _, errors = await asyncio.wait_for(process.communicate(), 60)
-    assert errors.strip().endswith(b"KeyboardInterrupt")
+    await interrupted_at(b"opening", settings, tmp_path)
     assert not await versions_of(role)
 
 

@@ -102,14 +102,10 @@ async def test_a_durable_copy_of_what_was_received_changes_nothing(
 ) -> None:
     async with loading(role, engine):
         await serves_first(role)
-        await ranks.announce(1)
-        await ranks.awaited(1)
-        await ranks.begin(1, ENGINE)
+        await ranks.offer(1, ENGINE, reports=1)
         await said(role, 3)
         await ranks.store(1)
-        await ranks.announce(2)
-        await ranks.awaited(2)
-        await ranks.begin(2, ENGINE)
+        await ranks.offer(2, ENGINE, reports=2)
         assert reported(await said(role, 4))[3] == ("EngineWeightsLoaded", 2, None, "serving")
     assert engine.loads == [0, 1, 2]
 
@@ -139,9 +135,7 @@ async def test_an_engine_that_a_transfer_begins_without_waits_for_the_durable_co
 ) -> None:
     async with loading(role, engine):
         await serves_first(role)
-        await ranks.announce(1)
-        await ranks.awaited(1)
-        await ranks.begin(1, "another")
+        await ranks.offer(1, "another", reports=1)
         await ranks.store(1)
         assert reported(await said(role, 3))[2] == ("EngineWeightsLoaded", 1, None, "serving")
     assert not engine.transfers
@@ -176,9 +170,7 @@ async def test_an_engine_with_tensors_of_two_versions_takes_no_turns_until_the_n
     engine.outcomes = [TransferFailed("a rank is away")]
     async with loading(role, engine):
         await serves_first(role)
-        await ranks.announce(1)
-        await ranks.awaited(1)
-        await ranks.begin(1, ENGINE)
+        await ranks.offer(1, ENGINE, reports=1)
         again = (await ranks.awaited(2))[1]
         assert (again.awaited_version, again.attempt, again.cause) == (1, 1, FAILED)
         assert (again.state, again.version, engine.paused) == ("starting", -1, True)
@@ -218,9 +210,7 @@ async def test_an_engine_that_restarts_finds_a_durable_version_behind_many_that_
     async with loading(role, engine):
         await serves_first(role)
         for number in range(1, 11):
-            await ranks.announce(number)
-            await ranks.awaited(number)
-            await ranks.begin(number, ENGINE)
+            await ranks.offer(number, ENGINE, reports=number)
             await said(role, 2 + number)
         engine.restart()
         assert reported(await said(role, 14))[12:] == [
@@ -236,16 +226,12 @@ async def test_it_loads_the_newest_durable_version_if_nothing_comes_in_time(
     hurry(role)
     async with loading(role, engine):
         await serves_first(role)
-        await ranks.announce(1)
-        await ranks.awaited(1)
-        await ranks.begin(1, ENGINE)
+        await ranks.offer(1, ENGINE, reports=1)
         assert reported(await said(role, 4))[2:] == [
             ("EngineRegistered", -1, None, "starting"),
             ("EngineWeightsLoaded", 0, None, "serving"),
         ]
-        await ranks.announce(2)
-        await ranks.awaited(3)
-        await ranks.begin(2, ENGINE)
+        await ranks.offer(2, ENGINE, reports=3)
         loaded = (await said(role, 5))[4]
         assert isinstance(loaded, EngineWeightsLoaded)
         assert (loaded.version, loaded.superseded) == (2, (1,))
@@ -258,16 +244,12 @@ async def test_it_loads_the_durable_copy_or_a_newer_version_that_comes_first(
     engine.outcomes = [TransferFailed("a rank is away")]
     async with loading(role, engine):
         await serves_first(role)
-        await ranks.announce(1)
-        await ranks.awaited(1)
-        await ranks.begin(1, ENGINE)
+        await ranks.offer(1, ENGINE, reports=1)
         await ranks.awaited(2)
         await ranks.store(1)
         assert reported(await said(role, 4))[3] == ("EngineWeightsLoaded", 1, None, "serving")
         engine.outcomes = [TransferFailed("a rank is away")]
-        await ranks.announce(2)
-        await ranks.awaited(3)
-        await ranks.begin(2, ENGINE)
+        await ranks.offer(2, ENGINE, reports=3)
         await ranks.awaited(4)
         await ranks.announce(3)
         newer = (await ranks.awaited(5))[4]
@@ -285,9 +267,7 @@ async def test_an_engine_that_refuses_a_transfer_goes_on_with_its_old_weights(
     engine.outcomes = [EngineRefused("no sender")]
     async with loading(role, engine):
         await serves_first(role)
-        await ranks.announce(1)
-        await ranks.awaited(1)
-        await ranks.begin(1, ENGINE)
+        await ranks.offer(1, ENGINE, reports=1)
         again = (await ranks.awaited(2))[1]
         assert (again.attempt, again.state, again.version) == (1, "serving", 0)
         assert (engine.paused, (await engine.model_info()).version) == (False, 0)
@@ -311,9 +291,7 @@ async def test_weights_with_wrong_digests_never_serve_and_are_refused_the_second
     engine.outcomes = [found, found]
     async with loading(role, engine):
         await serves_first(role)
-        await ranks.announce(1)
-        await ranks.awaited(1)
-        await ranks.begin(1, ENGINE)
+        await ranks.offer(1, ENGINE, reports=1)
         again = (await ranks.awaited(2))[1]
         assert again.cause.startswith(cause)
         assert (again.attempt, engine.paused) == (1, True)
@@ -333,9 +311,7 @@ async def test_an_engine_that_dies_of_a_transfer_is_gone_and_begins_with_the_new
     hurry(role)
     async with loading(role, engine) as task:
         await serves_first(role)
-        await ranks.announce(1)
-        await ranks.awaited(1)
-        await ranks.begin(1, ENGINE)
+        await ranks.offer(1, ENGINE, reports=1)
         with pytest.raises(EngineSwapFailed, match="died while it received version 1"):
             await task
     assert isinstance((await said(role, 3))[2], EngineGone)
@@ -353,9 +329,7 @@ async def test_an_engine_that_restarts_has_lost_what_only_the_ranks_had_and_does
 ) -> None:
     async with loading(role, engine):
         await serves_first(role)
-        await ranks.announce(1)
-        await ranks.awaited(1)
-        await ranks.begin(1, ENGINE)
+        await ranks.offer(1, ENGINE, reports=1)
         await said(role, 3)
         engine.restart(label="0")
         assert reported(await said(role, 4))[3] == ("EngineRegistered", 0, None, "serving")
@@ -435,9 +409,7 @@ async def test_an_engine_does_not_miss_what_is_sent_while_its_loader_fetches_old
     async with loading(role, engine):
         await publish(role, 1)
         await blobs.gate.reached.wait()
-        await ranks.announce(2)
-        await ranks.awaited(1)
-        await ranks.begin(2, ENGINE)
+        await ranks.offer(2, ENGINE, reports=1)
         loaded = (await said(role, 4))[3]
         assert isinstance(loaded, EngineWeightsLoaded)
         assert (loaded.version, loaded.superseded) == (2, (1,))
@@ -494,9 +466,7 @@ async def test_a_loader_that_wakes_up_behind_its_successor_labels_nothing(
     engine.gate = gate.pass_through
     zombie = asyncio.create_task(Loader(role, engine, ENGINE, URL).run())
     await serves_first(role)
-    await ranks.announce(1)
-    await ranks.awaited(1)
-    await ranks.begin(1, ENGINE)
+    await ranks.offer(1, ENGINE, reports=1)
     await gate.reached.wait()
     successor = asyncio.create_task(Loader(role, engine, ENGINE, URL).run())
     awaited = (await ranks.awaited(2))[1]
@@ -541,9 +511,7 @@ async def test_what_a_killed_loader_left_is_followed_by_the_next_attempt_or_the_
             engine.gate_resume = gate.pass_through
         else:
             engine.gate = gate.pass_through
-        await ranks.announce(1)
-        await ranks.awaited(1)
-        await ranks.begin(1, ENGINE)
+        await ranks.offer(1, ENGINE, reports=1)
         await gate.reached.wait()
         await killed(task)
     gate.open.set()
