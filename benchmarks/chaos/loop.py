@@ -8,6 +8,9 @@ some at a time, each volley once a step was trained since the last one, or after
              restarts them
     zombie   SIGSTOP, a successor with the same name beside it, SIGCONT once that one has taken over
 
+With `--trainer examples/trl_trainer.py`, that program trains in place of turnlog's trainer, and this script starts it
+again whenever it has died.
+
 Then the run is taken down, and up again to train what was formed and some draws more. One verdict is said of each that
 was struck: every group that was asked for has its score and every draw its steps (lost), nothing stands twice in the
 history that counts (twice), no batch and no step is missing (skipped), the offline folds of topics and archive give
@@ -55,6 +58,7 @@ from turnlog.schemas.events import (
     ToolCallCompleted,
 )
 from turnlog.settings import Settings, load
+from turnlog.trainer.tiny_policy import initial_weights, prepare_model
 from turnlog.verbs.report import newest_incarnations
 
 PROCESS = {
@@ -138,8 +142,13 @@ class Story:
 class Loop:
     """A run that is up, reached as a user does."""
 
-    def __init__(self, directory: Path, *, role_s: float, brokers: int, template: str = SETTINGS) -> None:
+    def __init__(
+        self, directory: Path, *, role_s: float, brokers: int, template: str = SETTINGS, trainer: Path | None = None
+    ) -> None:
+        """`trainer` is a program that trains the run in place of turnlog's trainer."""
         self.directory = directory
+        self._program = trainer
+        self._trainer: Child | None = None
         self.file = directory / "settings.toml"
         self._role_s, self._brokers, self._template = role_s, brokers, template
         self._struck = cycle([f"kafka-{number}" for number in range(1, brokers + 1)])
@@ -152,6 +161,8 @@ class Loop:
         started = self.turnlog("up")
         if started.returncode:
             raise SystemExit(started.stderr)
+        if self._program is not None:
+            initial_weights(prepare_model(self.settings))  # only turnlog's own trainer makes them otherwise
 
     @property
     def settings(self) -> Settings:
@@ -164,7 +175,10 @@ class Loop:
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
     def run_ended(self, story: Story) -> bool:
-        """Whether `turnlog run` has ended well; one that ended otherwise is started again."""
+        """Whether `turnlog run` has ended well. If it ended otherwise, it is started again, as is a trainer that is a
+        program of its own."""
+        if self._program is not None:
+            self._keep_trainer(self._program)
         if self._run is not None and self._run.returncode == 0:
             return True
         if self._run is None or self._run.returncode is not None:
@@ -176,12 +190,26 @@ class Loop:
             self._run = Child(launch).start()
         return False
 
+    def _keep_trainer(self, program: Path) -> None:
+        if self._trainer is not None and self._trainer.returncode in (None, 0):
+            return
+        env = {
+            "TURNLOG_RUN_DIRECTORY": str(self.directory),
+            "TURNLOG_INSTANCE": PROCESS["trainer"],
+            "HF_HUB_OFFLINE": "1",
+        }
+        log = self.directory / "logs/trainer-0.log"
+        argv = (sys.executable, str(program))
+        self._trainer = Child(Launch(name=PROCESS["trainer"], argv=argv, log=log, env=env)).start()
+
     def process(self, victim: str) -> str:
         """Who is struck as `victim`: of several brokers one after the other."""
         return next(self._struck) if victim == "broker" and self._brokers > 1 else PROCESS[victim]
 
     def pid(self, name: str) -> int:
         """Of a process by its name; 0 when it is not there. The feeder is a child of `turnlog run`."""
+        if name == PROCESS["trainer"] and self._trainer is not None:
+            return 0 if ended(self._trainer.pid) else self._trainer.pid
         for child in status_processes(self.settings):
             if child["name"] == name:
                 return int(child["pid"])
@@ -205,9 +233,10 @@ class Loop:
 
     def stop(self) -> None:
         """Everything."""
-        if self._run is not None:
-            self._run.stop()
-            self._run = None
+        for child in (self._run, self._trainer):
+            if child is not None:
+                child.stop()
+        self._run = self._trainer = None
         if status_processes(self.settings):
             down(self.settings, say=say)
 
@@ -503,10 +532,11 @@ def went_back(reports: list[Any]) -> int:
 
 
 @contextlib.contextmanager
-def running(directory: Path, *, role_s: float, brokers: int) -> Iterator[Loop]:
+def running(directory: Path, *, role_s: float, brokers: int, trainer: Path | None) -> Iterator[Loop]:
     """The run, up; gone afterwards, but for what it wrote."""
     directory.mkdir(parents=True)
-    loop = Loop(directory, role_s=role_s, brokers=brokers)
+    template = SETTINGS if trainer is None else SETTINGS.replace("[trainer]", '[trainer]\nkind = "external"')
+    loop = Loop(directory, role_s=role_s, brokers=brokers, template=template, trainer=trainer)
     try:
         loop.up(ENDLESS)
         yield loop
@@ -515,11 +545,19 @@ def running(directory: Path, *, role_s: float, brokers: int) -> Iterator[Loop]:
 
 
 def struck(
-    directory: Path, victims: list[str], *, kinds: list[str], kills: int, seed: int, brokers: int
+    directory: Path,
+    victims: list[str],
+    *,
+    kinds: list[str],
+    kills: int,
+    seed: int,
+    brokers: int,
+    trainer: Path | None,
 ) -> tuple[Story, dict[str, Any]]:
     """Strike a run of its own, train it to its end; what happened, and the verdict."""
     story = Story()
-    with running(directory, role_s=ROLE_S if "zombie" in kinds else ROLE_S / 2, brokers=brokers) as loop:
+    role_s = ROLE_S if "zombie" in kinds else ROLE_S / 2
+    with running(directory, role_s=role_s, brokers=brokers, trainer=trainer) as loop:
         formed = asyncio.run(violence(loop, story, victims, kinds=kinds, kills=kills, rng=random.Random(seed)))
         say(f"{formed} draws are formed; training {MORE} more in peace")
         loop.stop()
@@ -536,6 +574,7 @@ def asked() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=20, help="rounds: each kills, hangs and resurrects every victim")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--brokers", type=int, choices=(1, 3), default=1, help="of three, one is struck at a time")
+    parser.add_argument("--trainer", type=Path, default=None, metavar="PROGRAM", help="trains in place of turnlog's")
     parser.add_argument("--keep", type=Path, default=None, metavar="FOLDER", help="leave the run's files there")
     arguments = parser.parse_args()
     for name, known in (("only", PROCESS), ("strikes", KINDS)):
@@ -543,6 +582,10 @@ def asked() -> argparse.Namespace:
         if unknown := [each for each in names if each not in known]:
             raise SystemExit(f"nothing is known of {', '.join(unknown)}; there are {', '.join(known)}")
         setattr(arguments, name, names or list(known))
+    if arguments.trainer is not None:
+        if "trainer" in arguments.only and arguments.strikes != ["kill"]:
+            raise SystemExit("--trainer: no watchdog sees a program of its own hang, so use --strikes kill")
+        arguments.trainer = arguments.trainer.resolve()
     return arguments
 
 
@@ -556,14 +599,15 @@ def main() -> int:
         directory = (arguments.keep or Path(folder)).resolve() / "loop"
         story, found = struck(
             directory, arguments.only, kinds=arguments.strikes, kills=arguments.kills, seed=arguments.seed,
-            brokers=arguments.brokers,
+            brokers=arguments.brokers, trainer=arguments.trainer,
         )  # fmt: skip
     detail = found.pop("detail") | {"runs": story.runs, "seconds": round(time.monotonic() - began)}
     clean = not (found["lost"] or found["twice"] or found["skipped"]) and found["identical"] and detail["books"]
     clean = clean and bool(detail["calls"] and detail["learned_from"])  # else the strikes fell on nothing
     clean = clean and not detail["apart"]
+    program = "" if arguments.trainer is None else f"_{arguments.trainer.stem.partition('_')[0]}_loop"
     statuses = [
-        told(id=victim, kills=sum(story.strikes[victim].values()), **found,
+        told(id=victim + program, kills=sum(story.strikes[victim].values()), **found,
              ok=clean and not story.missed[victim],
              detail=detail | {"strikes": dict(story.strikes[victim]), "missed": story.missed[victim]})
         for victim in arguments.only

@@ -45,6 +45,16 @@ SHARED = frozenset(
     }
 )
 LOOP = "loop"
+TRL_LOOP = "trainer_trl_loop"
+"""The whole loop with TRL as its trainer, which is killed: books and replay, which trainer_trl.py cannot show."""
+TRL_ARGUMENTS = (
+    "--only",
+    "trainer",
+    "--strikes",
+    "kill",
+    "--trainer",
+    str(HERE.parents[1] / "examples/trl_trainer.py"),
+)
 TIMEOUT_S = 12 * 3600.0
 
 
@@ -52,8 +62,10 @@ def scripts(only: list[str]) -> dict[str, tuple[Path, list[str]]]:
     """Name -> script and its arguments; `only` picks some (`upgrades` means upgrades_trainer, too). What has no script
     of its own is struck in the loop."""
     found = {path.stem: path for path in sorted(HERE.glob("*.py")) if path.stem not in SHARED}
-    chosen = {name: (path, []) for name, path in found.items() if {name, name.partition("_")[0]} & {*only} or not only}
-    in_loop = [name for name in only if name not in found]
+    known = {name: (path, list[str]()) for name, path in found.items()}
+    known[TRL_LOOP] = HERE / "loop.py", list(TRL_ARGUMENTS)
+    chosen = {name: how for name, how in known.items() if {name, name.partition("_")[0]} & {*only} or not only}
+    in_loop = [name for name in only if name not in known]
     if in_loop or not only:
         chosen[LOOP] = HERE / "loop.py", ["--only", ",".join(in_loop)] if in_loop else []
     return chosen

@@ -21,13 +21,13 @@ DOUBLED = len(VICTIMS) - len(("gateway", "views", "broker", "registry", "store")
 pytestmark = [pytest.mark.kafka, pytest.mark.engine, pytest.mark.chaos, pytest.mark.long, pytest.mark.timeout(1800)]
 
 
-def strikes(folder: Path, *victims: str, kinds: str) -> Counter[str]:
+def strikes(folder: Path, *victims: str, kinds: str, more: tuple[str, ...] = ()) -> Counter[str]:
     """What was done to them by kind, once nothing was found lost, twice, skipped or different."""
     command = [sys.executable, str(SCRIPT), "--kills", "1", "--only", ",".join(victims), "--strikes", kinds]
-    command += ["--keep", str(folder)]
+    command += ["--keep", str(folder), *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1700, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["id"] for line in lines] == list(victims), done.stderr[-4000:]
+    assert [line["id"].partition("_")[0] for line in lines] == list(victims), done.stderr[-4000:]
     for line in lines:
         found = {name: line[name] for name in ("lost", "twice", "skipped", "identical", "ok")}
         assert found == {"lost": 0, "twice": 0, "skipped": 0, "identical": True, "ok": True}, (
@@ -43,3 +43,9 @@ def strikes(folder: Path, *victims: str, kinds: str) -> Counter[str]:
 def test_nothing_is_lost_or_counted_twice_whoever_is_struck(tmp_path: Path) -> None:
     found = strikes(tmp_path, *VICTIMS, kinds="kill,hang,zombie")
     assert found == {"kill": len(VICTIMS), "hang": len(VICTIMS), "zombie": DOUBLED}
+
+
+def test_books_and_replay_hold_where_a_trainer_of_trl_is_killed(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples/trl_trainer.py"
+    found = strikes(tmp_path, "trainer", kinds="kill", more=("--trainer", str(script)))
+    assert found == {"kill": 1}
