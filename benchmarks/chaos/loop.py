@@ -190,9 +190,9 @@ class Loop:
             self._run = Child(launch).start()
         return False
 
-    def _keep_trainer(self, program: Path) -> None:
+    def _keep_trainer(self, program: Path) -> Child:
         if self._trainer is not None and self._trainer.returncode in (None, 0):
-            return
+            return self._trainer
         env = {
             "TURNLOG_RUN_DIRECTORY": str(self.directory),
             "TURNLOG_INSTANCE": PROCESS["trainer"],
@@ -201,6 +201,7 @@ class Loop:
         log = self.directory / "logs/trainer-0.log"
         argv = (sys.executable, str(program))
         self._trainer = Child(Launch(name=PROCESS["trainer"], argv=argv, log=log, env=env)).start()
+        return self._trainer
 
     def process(self, victim: str) -> str:
         """Who is struck as `victim`: of several brokers one after the other."""
@@ -208,8 +209,8 @@ class Loop:
 
     def pid(self, name: str) -> int:
         """Of a process by its name; 0 when it is not there. The feeder is a child of `turnlog run`."""
-        if name == PROCESS["trainer"] and self._trainer is not None:
-            return 0 if ended(self._trainer.pid) else self._trainer.pid
+        if name == PROCESS["trainer"] and self._program is not None:
+            return self._keep_trainer(self._program).pid
         for child in status_processes(self.settings):
             if child["name"] == name:
                 return int(child["pid"])
