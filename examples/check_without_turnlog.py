@@ -72,7 +72,7 @@ FIRST = (
     "sample_ids", "group_ids", "session_ids", "rollout_index", "segment_index", "lengths", "token_ids", "trained",
     "logprobs", "advantages", "weight_divisor", "temperature", "rewards", "version_min", "version_max",
 )  # fmt: skip
-COLUMNS = {1: FIRST, 2: (*FIRST, "old_cache")}
+COLUMNS = {1: FIRST, 2: (*FIRST, "old_cache"), 3: (*FIRST, "old_cache", "engine_kind")}
 
 
 def rows_sha256(file: bytes, rows_version: int) -> str:
@@ -81,6 +81,8 @@ def rows_sha256(file: bytes, rows_version: int) -> str:
     for name in COLUMNS[rows_version]:
         if name == "lengths":  # not in the file: how long the lists are, as int32
             column = table["token_ids"].combine_chunks().value_lengths()
+        elif name not in table.column_names:  # optional, and without bytes in the hash
+            column = pa.array([], pa.uint8())
         else:
             column = table[name].combine_chunks()
         if pa.types.is_string(column.type):

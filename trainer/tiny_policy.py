@@ -136,7 +136,7 @@ def _shape(start: WarmStart, settings: Settings, folder: Path) -> ModelShape:
 def _config(start: WarmStart, settings: Settings) -> dict[str, Any]:
     """Return the model's config.json. vLLM's attention on a CPU has no heads narrower than VLLM_HEAD."""
     config, engine = start.model.config(), settings.engine
-    on_vllm = "vllm" in (engine.kind, *engine.kinds) and engine.device == "cpu"
+    on_vllm = "vllm" in engine.named_kinds and engine.device == "cpu"
     return config | ({"head_dim": max(VLLM_HEAD, config["head_dim"])} if on_vllm else {})
 
 

@@ -53,6 +53,10 @@ class FoldVersion:
     """Summaries of a history are a kind of lineage of their own, and [fold] train_compactions decides about them.
     Before, they were turns of main if they were requested like those, else side calls.
     """
+    spans_by_engine: bool
+    """The spans of a sample also name the kind of the engine that sampled their tokens, if the record of the turn does.
+    Before, adjacent spans were merged whatever their kinds.
+    """
     players: bool
     """Players that have rewards of their own are compared with the same player of the other rollouts. Before, the first
     reward was that of the whole session, whichever player it named.
@@ -65,27 +69,27 @@ VERSIONS = {
         FoldVersion(
             name="1", aborted_leaves_train=False, steps_need_named_turns=False, retries_need_answers=False,
             empty_groups_fail=False, group_scores=False, group_rewards=False, spans_by_cache=False,
-            compactions=False, players=False,
+            compactions=False, spans_by_engine=False, players=False,
         ),
         FoldVersion(
             name="2", aborted_leaves_train=True, steps_need_named_turns=True, retries_need_answers=True,
             empty_groups_fail=True, group_scores=True, group_rewards=False, spans_by_cache=False,
-            compactions=False, players=False,
+            compactions=False, spans_by_engine=False, players=False,
         ),
         FoldVersion(
             name="3", aborted_leaves_train=True, steps_need_named_turns=True, retries_need_answers=True,
             empty_groups_fail=True, group_scores=True, group_rewards=True, spans_by_cache=False,
-            compactions=False, players=False,
+            compactions=False, spans_by_engine=False, players=False,
         ),
         FoldVersion(
             name="4", aborted_leaves_train=True, steps_need_named_turns=True, retries_need_answers=True,
             empty_groups_fail=True, group_scores=True, group_rewards=True, spans_by_cache=True,
-            compactions=False, players=False,
+            compactions=False, spans_by_engine=False, players=False,
         ),
         FoldVersion(
             name="5", aborted_leaves_train=True, steps_need_named_turns=True, retries_need_answers=True,
             empty_groups_fail=True, group_scores=True, group_rewards=True, spans_by_cache=True,
-            compactions=True, players=True,
+            compactions=True, spans_by_engine=True, players=True,
         ),
     )
 }  # fmt: skip

@@ -177,7 +177,7 @@ class Gateway:
         )
         prompts = Prompts(tokens, template)
         connect = connect or functools.partial(connect_engine, ca_file=settings.engine.ca_file)
-        engines = EnginePool(connect)
+        engines = EnginePool(connect, kinds=set(settings.engine.named_kinds))
         own, answer_s = settings.gateway.own_url, settings.engine.request_timeout_s + 30.0
         owners = Owners(url, answer_s=answer_s, ca_file=settings.gateway.ca_file) if own else None
         shown = settings.gateway

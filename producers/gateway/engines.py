@@ -9,6 +9,7 @@ remaining tokens, and the version spans show both weights. A natural stop that r
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import secrets
 import time
@@ -209,6 +210,8 @@ class EnginePool:
 
     connect: Connect = connect_engine
     clock: Callable[[], float] = time.monotonic
+    kinds: set[str] = field(default_factory=set)
+    """Kinds of engines that the settings name or that have reported, those of engines that are gone included."""
     live: dict[str, LiveEngine] = field(default_factory=dict)
     chain: WeightChain = field(default_factory=WeightChain)
     """Weight versions that were published."""
@@ -227,6 +230,7 @@ class EnginePool:
             return
         self.fleet.apply(event)
         known = self.fleet.engines[event.engine_id]
+        self.kinds.add(known.kind)
         engine = self.live.get(known.id)
         if engine is None:
             client = self.connect(known.url, known.kind)
@@ -240,6 +244,11 @@ class EnginePool:
         engine.update_pauses(event, self.clock())
         engine.failures, engine.rests_until = 0, float("-inf")
         self._wake()
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the run has engines of several kinds, so that records name the kind that sampled a token."""
+        return len(self.kinds) > 1
 
     async def choose(
         self, session_id: str, wanted: WeightRequirement, *, timeout_s: float, images: bool = False
@@ -538,7 +547,8 @@ class Sampler:
             ENGINE_S.labels(engine.id).observe(loop.time() - begun)
             kv = int(request.cache_key) if request.cache_key else None
             if self.policy:
-                _extend(draft.spans, _spans(labels, len(draft.ids) - before, engine, kv))
+                kind = engine.kind if self.engines.is_mixed else ""
+                _extend(draft.spans, _spans(labels, len(draft.ids) - before, engine, kv, kind))
         if experts is not None and rows is not None:
             experts.take(rows, len(request.input_ids) + len(draft.ids) - before)
 
@@ -623,13 +633,13 @@ def _check_labels(piece: OutputChunk, engine: LiveEngine) -> None:
 
 
 def _spans(
-    labels: Sequence[tuple[str, int]], count: int, engine: LiveEngine, kv: int | None = None
+    labels: Sequence[tuple[str, int]], count: int, engine: LiveEngine, kv: int | None, kind: str
 ) -> list[VersionSpan]:
     """Return the version spans of one request's tokens. `kv` is the version of the weights that computed the cache.
     Raises EngineRefused for an engine that never reported a version."""
 
     def span(version: int, length: int) -> VersionSpan:
-        return VersionSpan(version, length, None if kv == version else kv)
+        return VersionSpan(version, length, None if kv == version else kv, kind)
 
     spans = [span(int(label), length) for label, length in labels if length]
     missing = count - sum(span.length for span in spans)
@@ -644,7 +654,7 @@ def _spans(
 
 def _extend(spans: list[VersionSpan], more: Sequence[VersionSpan]) -> None:
     for span in more:
-        if spans and (spans[-1].version, spans[-1].kv_version) == (span.version, span.kv_version):
-            spans[-1] = VersionSpan(span.version, spans[-1].length + span.length, span.kv_version)
+        if spans and dataclasses.replace(spans[-1], length=span.length) == span:
+            spans[-1] = dataclasses.replace(span, length=spans[-1].length + span.length)
         else:
             spans.append(span)

@@ -141,8 +141,8 @@ class TurnTreeAssembled(RunEvent):
 
 @dataclass(frozen=True, slots=True)
 class SampleSpan:
-    """Output tokens of one turn, sampled by one version on one cache, inside a segment: [start, start + length) of
-    token_ids."""
+    """Output tokens of one turn, sampled by one version on one cache and one kind of engine, inside a segment: [start,
+    start + length) of token_ids."""
 
     start: int
     """Index of the first token in token_ids."""
@@ -159,6 +159,8 @@ class SampleSpan:
     kv_version: int | None = None
     """Weight version of the cache that the tokens were sampled on, if it differs (see VersionSpan). Written by fold
     version 4 and later."""
+    engine_kind: str = ""
+    """Kind of the engine that sampled the tokens, as in VersionSpan. Written by fold version 5 and later."""
 
 
 @dataclass(frozen=True, slots=True)

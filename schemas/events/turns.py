@@ -110,6 +110,9 @@ class VersionSpan:
     """Weight version that computed the cached prompt, if it differs from `version`. If the whole prompt was cached, the
     newer weights recompute only its last position, which yields the first token; the cache entry of that position stays
     the older version's."""
+    engine_kind: str = ""
+    """Kind of the engine that sampled the tokens, sglang or vllm. Written only by gateways of a mixed fleet: [engine]
+    kind and kinds name several kinds, or engines of several kinds have reported. Empty otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

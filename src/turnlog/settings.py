@@ -235,6 +235,11 @@ class EngineSettings:
     the weights that it produces, engines release the memory of weights and cache. Requires batcher.max_lag = 0 and
     trainer.publish_every = 1."""
 
+    @property
+    def named_kinds(self) -> frozenset[EngineKind]:
+        """The kinds that `kind` and `kinds` name."""
+        return frozenset({self.kind, *self.kinds})
+
     def kind_of(self, engine_id: str) -> EngineKind:
         """Return the kind of an engine: that at its number in `kinds`, else `kind`."""
         prefix, _, number = engine_id.rpartition("-")
@@ -845,7 +850,7 @@ def override_settings(
 def check_kinds(settings: Settings, source: str) -> None:
     """Raise SettingsError if a run with vLLM engines needs a feature that only SGLang engines have, or if arguments of
     one kind would go to engines of another."""
-    kinds = {settings.engine.kind, *settings.engine.kinds}
+    kinds = settings.engine.named_kinds
     if "vllm" not in kinds:
         return
     if len(kinds) > 1 and settings.engine.extra_args:

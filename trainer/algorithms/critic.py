@@ -117,7 +117,7 @@ def _with_an_end(rows: BatchRows) -> BatchRows:
     ends, counts = rows.starts + rows.lengths, rows.trained_per_row()
     longer: dict[str, Any] = {
         name: np.insert(getattr(rows, name), ends, 0) for name in ("token_ids", "trained", "logprobs", "advantages")
-    } | {"old_cache": None}
+    } | {"old_cache": None, "engine_kind": None}
     marks = np.flatnonzero(longer["trained"])
     longer["trained"][marks[np.cumsum(counts)[counts > 0] - 1] + 1] = 1
     return dataclasses.replace(without_experts(rows), lengths=rows.lengths + np.int32(1), **longer)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from turnlog.fold_settings import BatcherSettings, FoldSettings
 from turnlog.processors.core.batches.prefixes import shared_prefixes
-from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.processors.core.batches.rows import KIND_NUMBERS, BatchRows
 from turnlog.processors.core.batches.weighting import (
     LiveRow,
     Weights,
@@ -101,6 +101,8 @@ class TrimmedSample:
     """[tokens] advantages, 0 where not trained; magnitudes beyond the range of float32 saturate."""
     old_cache: NDArray[np.uint8]
     """[tokens] 1 where the KV cache was filled by other weights than those that sampled the token."""
+    engine_kind: NDArray[np.uint8]
+    """[tokens] number in ENGINE_KINDS of the kind of engine that sampled the token; 0 if unknown."""
     trained_tokens: int
     """Sum of `trained`."""
     temperature: float
@@ -186,6 +188,7 @@ def laid_out(ordered: Sequence[TrimmedSample], weights: Weights, white: Whitenin
         advantages = [white.apply(row.advantages) * row.trained for row in ordered]
     rewards = [min(max(row.reward, -LARGEST), LARGEST) for row in ordered]
     old_cache = np.concatenate([row.old_cache for row in ordered])
+    engine_kind = np.concatenate([row.engine_kind for row in ordered])
     return BatchRows(
         sample_ids=tuple(row.sample_id for row in ordered),
         group_ids=tuple(row.group_id for row in ordered),
@@ -203,6 +206,7 @@ def laid_out(ordered: Sequence[TrimmedSample], weights: Weights, white: Whitenin
         version_min=np.array([row.version_min for row in ordered], "<i4"),
         version_max=np.array([row.version_max for row in ordered], "<i4"),
         old_cache=old_cache if old_cache.any() else None,
+        engine_kind=engine_kind if engine_kind.any() else None,
     )
 
 
@@ -374,6 +378,7 @@ def trim(placed: PlacedSample, held: HeldVersion, rules: DrawRules) -> TrimmedSa
         logprobs=columns.logprobs,
         advantages=columns.advantages,
         old_cache=columns.old_cache,
+        engine_kind=columns.engine_kind,
         trained_tokens=int(columns.trained.sum()),
         temperature=sample.temperature,
         reward=sample.reward,
@@ -409,6 +414,7 @@ class _Columns:
         self.logprobs = np.zeros(length, "<f4")
         self.advantages = np.zeros(length, "<f8")
         self.old_cache = np.zeros(length, "|u1")
+        self.engine_kind = np.zeros(length, "|u1")
         self.masked: Counter[str] = Counter()
         self.versions: set[int] = set()
 
@@ -420,6 +426,7 @@ class _Columns:
         inside = end - span.start
         self.logprobs[span.start : end] = logprobs[:inside]
         self.old_cache[span.start : end] = span.kv_version not in (None, span.version)
+        self.engine_kind[span.start : end] = KIND_NUMBERS.get(span.engine_kind, 0)
         if not span.trained:
             return
         if inside < span.length:

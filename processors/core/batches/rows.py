@@ -57,6 +57,10 @@ class BatchRows:
     """[T] 1 where the token was sampled on a KV cache filled by older weights than those that sampled it. None: no
     token was.
     """
+    engine_kind: NDArray[np.uint8] | None = None
+    """[T] number in ENGINE_KINDS of the kind of engine that sampled the token in this row; 0 where the token was not
+    sampled or its record does not name the kind. None: no record names one.
+    """
 
     def __post_init__(self) -> None:
         rows, tokens = len(self.sample_ids), int(self.lengths.sum())
@@ -76,7 +80,8 @@ class BatchRows:
     @property
     def version(self) -> int:
         """The lowest rows version that has all the columns present."""
-        return 1 if self.old_cache is None else 2
+        present = {name for name, _, _ in COLUMNS if getattr(self, name) is not None}
+        return min(version for version, names in ROWS_VERSIONS.items() if present <= set(names))
 
     @property
     def starts(self) -> NDArray[np.int64]:
@@ -128,7 +133,7 @@ class BatchRows:
 
 
 def _columns() -> tuple[tuple[str, str, str | None], ...]:
-    tokens = {"token_ids", "trained", "logprobs", "advantages", "old_cache"}
+    tokens = {"token_ids", "trained", "logprobs", "advantages", "old_cache", "engine_kind"}
     kinds = {"int32": "<i4", "int64": "<i8", "uint8": "|u1", "float32": "<f4"}
     columns: list[tuple[str, str, str | None]] = []
     for field in dataclasses.fields(BatchRows):
@@ -143,10 +148,13 @@ def _columns() -> tuple[tuple[str, str, str | None], ...]:
 
 COLUMNS = _columns()
 """(name, kind, little-endian dtype or None for text) in schema order."""
-OPTIONAL = frozenset({"old_cache"})
+OPTIONAL = frozenset({"old_cache", "engine_kind"})
 """Columns that may be absent."""
+ENGINE_KINDS = ("", "sglang", "vllm")
+"""Kinds of engines by their number in the column `engine_kind`. A number never changes: hashes cover it."""
+KIND_NUMBERS = {kind: number for number, kind in enumerate(ENGINE_KINDS)}
 _FIRST = tuple(name for name, _, _ in COLUMNS if name not in OPTIONAL)
-ROWS_VERSIONS = {1: _FIRST, 2: (*_FIRST, "old_cache")}
+ROWS_VERSIONS = {1: _FIRST, 2: (*_FIRST, "old_cache"), 3: (*_FIRST, "old_cache", "engine_kind")}
 """Rows version, as recorded in a manifest -> the columns that the hash covers, in this order.
 
 A list never changes. A new column requires a new version; batches of older versions are read without the column.

@@ -127,18 +127,21 @@ def _join_arrays(arrays: Sequence[NDArray[Any]]) -> bytes:
 
 
 def _spans(turn: Turn, trained: bool, advantage: float | None, rules: FoldRules) -> Iterator[SampleSpan]:
-    """Yield spans of one version and, if the fold version distinguishes KV caches, of one cache."""
-    start, length, version, cache = turn.tokens.prompt_len, 0, -1, None
+    """Yield spans of one version and, if the fold version distinguishes them, of one KV cache and one kind of
+    engine.
+    """
+    start, length, version, cache, kind = turn.tokens.prompt_len, 0, -1, None, ""
     for span in turn.tokens.versions:
         its_cache = span.kv_version if rules.version.spans_by_cache else None
-        if (span.version, its_cache) != (version, cache) and length:
-            yield make_span(start, length, turn.id, version, trained, advantage, cache)
+        its_kind = span.engine_kind if rules.version.spans_by_engine else ""
+        if (span.version, its_cache, its_kind) != (version, cache, kind) and length:
+            yield make_span(start, length, turn.id, version, trained, advantage, cache, kind)
             start, length = start + length, 0
         length += span.length
         if span.length or not length:
-            version, cache = span.version, its_cache
+            version, cache, kind = span.version, its_cache, its_kind
     if length:
-        yield make_span(start, length, turn.id, version, trained, advantage, cache)
+        yield make_span(start, length, turn.id, version, trained, advantage, cache, kind)
 
 
 def segment_rows(run: Sequence[TurnTokenDelta]) -> tuple[tuple[ExpertRows, ...], str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from fractions import Fraction
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from turnlog.processors.core.batches.draws import (
     overtaken,
     reform_batch,
 )
-from turnlog.processors.core.batches.rows import rows_sha256
+from turnlog.processors.core.batches.rows import ENGINE_KINDS, rows_sha256
 from turnlog.processors.core.batches.weighting import Whitening, whitening
 from turnlog.processors.core.views.progress import HeldVersion
 from turnlog.schemas.events import (
@@ -35,6 +36,7 @@ from turnlog.schemas.events import (
     Weighting,
 )
 from turnlog.schemas.types import TurnId, pack_float32s, pack_int32s
+from turnlog.settings import EngineKind
 
 RULES = dict(
     prompts_per_draw=2,
@@ -234,6 +236,24 @@ def test_rows_mark_tokens_on_an_old_cache_and_without_one_are_those_of_the_first
     assert marked.old_cache.tolist() == [0, 0, 0, 0, 1, 1]
     assert (marked.version, plain.version, plain.old_cache) == (2, 1, None)
     assert rows_sha256(marked) != rows_sha256(marked, 1) == rows_sha256(plain)
+
+
+def test_rows_name_the_kind_of_engine_of_each_token_and_without_one_are_those_of_the_first_version() -> None:
+    told = sample("a", "s0", 2, versions=(3, 4))
+    first, second = (replace(span, engine_kind=kind) for span, kind in zip(told.spans, ("vllm", "sglang"), strict=True))
+    unknown = replace(second, engine_kind="of a newer release")
+    named, partly, plain = (
+        draw(group("a", replace(told, spans=spans))).batches[0].rows
+        for spans in ((first, second), (first, unknown), told.spans)
+    )
+    assert [ENGINE_KINDS[number] for number in named.engine_kind] == ["", "", "vllm", "vllm", "sglang", "sglang"]
+    assert partly.engine_kind.tolist() == [0, 0, 2, 2, 0, 0]
+    assert (named.version, named.old_cache, plain.version, plain.engine_kind) == (3, None, 1, None)
+    assert rows_sha256(named) != rows_sha256(named, 1) == rows_sha256(plain)
+
+
+def test_every_kind_of_engine_has_a_number_in_rows() -> None:
+    assert ("", *get_args(EngineKind)) == ENGINE_KINDS, "numbers are in recorded hashes: append a new kind"
 
 
 @pytest.mark.parametrize(("groups", "updates", "sizes"), [(4, 2, [2, 2]), (3, 2, [1, 2]), (1, 3, [1])])

@@ -24,8 +24,8 @@ from turnlog.schemas.events import (
 from turnlog.schemas.types import TurnId
 from turnlog.settings import FoldSettings
 
-ONE, TWO, THREE, FOUR = (
-    FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1, version=VERSIONS[name]) for name in "1234"
+ONE, TWO, THREE, FOUR, FIVE = (
+    FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1, version=VERSIONS[name]) for name in "12345"
 )
 BY_STEPS = tuple(replace(rules, estimator="step") for rules in (ONE, TWO))
 STEPS = Expects(reward=False, step_rewards=1)
@@ -101,6 +101,18 @@ def test_spans_say_on_whose_cache_their_tokens_were_sampled_from_version_4_on(st
         for rules in (THREE, FOUR)
     ]
     assert found == [[(2, 2, 3, None), (4, 3, 4, None)], [(2, 2, 3, None), (4, 1, 4, None), (5, 2, 4, 3)]]
+
+
+def test_spans_name_the_kind_of_engine_that_sampled_their_tokens_from_version_5_on(story):
+    s = story()
+    kinds = (VersionSpan(3, 2, engine_kind="sglang"), VersionSpan(3, 1, engine_kind="vllm"), VersionSpan(3, 2))
+    s.turn("a", 0, "sq", "ABCDE", version_spans=kinds)
+    s.end("a", reward=1.0)
+    found = [
+        [(span.start, span.length, span.engine_kind) for span in s.fold(rules).samples[0].spans]
+        for rules in (FOUR, FIVE)
+    ]
+    assert found == [[(2, 5, "")], [(2, 2, "sglang"), (4, 1, "vllm"), (5, 2, "")]]
 
 
 def test_a_version_that_this_release_does_not_hold_is_refused_by_name():

@@ -172,7 +172,9 @@ def archive() -> bytes:
 
 @often
 @given(
-    content=st.sampled_from(["batch-rows-1.arrow", "batch-rows-2.arrow"]).flatmap(lambda name: changed(golden(name)))
+    content=st.sampled_from(["batch-rows-1.arrow", "batch-rows-2.arrow", "batch-rows-3.arrow"]).flatmap(
+        lambda name: changed(golden(name))
+    )
 )
 def test_a_batch_file_gives_rows_or_is_corrupt(content: bytes) -> None:
     try:

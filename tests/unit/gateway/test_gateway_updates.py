@@ -106,6 +106,26 @@ async def test_an_engine_that_restarted_without_its_adapter_is_passed_over_until
     assert (len(engine.requests), len(other.requests)) == (0, 1)
 
 
+async def test_spans_name_the_kind_of_engine_once_the_fleet_is_mixed_also_where_a_turn_continues(rig: Any) -> None:
+    session, engine = await rig.open(), rig.engines["e0"]
+    ids = rig.script.says("12345")
+    await rig.chat(session, [QUESTION])
+    engine.holds_after = 2
+    asked = asyncio.create_task(rig.chat(session, [{"role": "user", "content": "more"}]))
+    await engine.reached.wait()
+    await rig.engine_says("e1", kind="vllm")
+    await rig.engine_says("e0", state="draining")
+    await until(lambda: rig.gateway.engines.live["e0"].state == "draining")
+    rig.script.says(rig.tokens.decode(ids[2:-1]))
+    engine.abort_all()
+    assert (await asked).status_code == 200
+    first, second = await rig.written("TokenSnapshot")
+    assert first.version_spans == (VersionSpan(0, len(ids)),)
+    assert second.version_spans == (
+        VersionSpan(0, 2, engine_kind="sglang"), VersionSpan(0, len(ids) - 2, engine_kind="vllm"),
+    )  # fmt: skip
+
+
 class TestInPlace:
     @pytest.fixture
     def settings(self, settings: Settings) -> Settings:

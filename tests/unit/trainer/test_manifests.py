@@ -223,8 +223,28 @@ def on_old_cache(rows: BatchRows) -> BatchRows:
     return dataclasses.replace(rows, old_cache=rows.trained)
 
 
+async def test_a_batch_that_names_kinds_of_engines_is_of_the_third_rows_version_and_verifies() -> None:
+    content = (GOLDEN / "batch-rows-3.arrow").read_bytes()
+    blobs, plain = MemoryBlobs(), synthetic_rows(0, rows=4)
+    manifest = synthetic_manifest(of_two_kinds(plain), await blobs.put(content), "run", 0)
+    assert manifest.rows_version == 3
+    assert manifest.rows_sha256 == "e3f0f44818a29e970c9d08cb751f24b7fbbef44cae140ab81e38f591e646707f"
+    rows = await fetch_rows(manifest, blobs)
+    assert rows.engine_kind is not None
+    assert rows.engine_kind.tolist() == of_two_kinds(plain).engine_kind.tolist()  # type: ignore[union-attr]
+    assert rows.old_cache is None, "the hash covers its name, and no bytes"
+    with pytest.raises(CorruptBatch, match="rows hash to"):
+        await fetch_rows(dataclasses.replace(manifest, file=await blobs.put(write_rows(plain))), blobs)
+
+
+def of_two_kinds(rows: BatchRows) -> BatchRows:
+    """The trained tokens of the first half were sampled by the first kind of engine, the others by the second."""
+    kinds = np.where(np.arange(len(rows.trained)) < len(rows.trained) // 2, 1, 2)
+    return dataclasses.replace(rows, engine_kind=(kinds * rows.trained).astype("|u1"))
+
+
 async def test_rows_of_a_version_that_is_not_known_are_refused_by_it() -> None:
     blobs = MemoryBlobs()
     later = dataclasses.replace(await formed(blobs), rows_version=max(ROWS_VERSIONS) + 1)
-    with pytest.raises(CorruptBatch, match=r"batch 0 .*: its rows are of version 3, this release reads 1, 2"):
+    with pytest.raises(CorruptBatch, match=r"batch 0 .*: its rows are of version 4, this release reads 1, 2, 3"):
         await fetch_rows(later, blobs)
