@@ -90,16 +90,19 @@ class TurnlogTrainer(GRPOTrainer):
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Sum the gradients of the batch's microbatches."""
         self._batch = inputs["batch"]
-        self._measured: dict[str, list[np.ndarray]] = {"gap": [], "entropy": [], "clipped": []}
+        self._measured: dict[str, list[np.ndarray]] = {"entropy": [], "clipped": []}
         self._masked = 0
+        rows = self._batch.rows
+        self._of_rows = np.full((len(rows), rows.lengths.max()), np.nan, "f4")
         loss = torch.zeros((), device=self.args.device)
-        for temperature, tensors in microbatches(self._batch.rows, self._settings.trainer.microbatch_tokens):
+        for part, tensors in microbatches(rows, self._settings.trainer.microbatch_tokens):
+            temperature = float(rows.temperature[part[0]])
             if temperature <= 0:  # a greedy choice has no probability to compare with
                 self._masked += int(tensors["tool_mask"].sum())
                 continue
             self._set_temperature(temperature)
             loss = loss + super().training_step(model, tensors, None)
-            self._measure(tensors)
+            self._measure(part, tensors)
         return loss
 
     def _set_temperature(self, temperature: float) -> None:
@@ -113,12 +116,13 @@ class TurnlogTrainer(GRPOTrainer):
         self._logprobs, self._entropies = found[0].detach().cpu(), found[1].detach().cpu()
         return found
 
-    def _measure(self, tensors: dict[str, torch.Tensor]) -> None:
+    def _measure(self, part: list[int], tensors: dict[str, torch.Tensor]) -> None:
+        self._of_rows[part, 1 : 1 + self._logprobs.shape[1]] = self._logprobs.float().numpy()
         trained = tensors["tool_mask"] == 1
-        gap = (self._logprobs - tensors["old_per_token_logps"])[trained]
-        rising, ratio = tensors["advantages"][trained] > 0, gap.exp()
+        ratio = (self._logprobs - tensors["old_per_token_logps"])[trained].exp()
+        rising = tensors["advantages"][trained] > 0
         clipped = torch.where(rising, ratio > 1 + self.epsilon_high, ratio < 1 - self.epsilon_low)
-        for name, values in (("gap", gap.abs()), ("entropy", self._entropies[trained]), ("clipped", clipped)):
+        for name, values in (("entropy", self._entropies[trained]), ("clipped", clipped)):
             self._measured[name].append(values.float().numpy())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -139,8 +143,7 @@ class TurnlogTrainer(GRPOTrainer):
             loss=logs["loss"],
             grad_norm=logs["grad_norm"],
             learning_rate=logs["learning_rate"],
-            logprob_gap_max=float(values["gap"].max()),
-            logprob_gap_mean=float(values["gap"].mean()),
+            logprobs=self._of_rows,
             entropy=float(values["entropy"].mean()),
             clip_fraction=float(values["clipped"].mean()),
             masked_tokens=self._masked,
@@ -163,9 +166,9 @@ class TurnlogTrainer(GRPOTrainer):
         part.replace(folder / CURSOR)
 
 
-def microbatches(rows: BatchRows, tokens: int) -> Iterator[tuple[float, dict[str, torch.Tensor]]]:
-    """Cut a batch into parts of one temperature with at most `tokens` padded tokens, but at least one row; yield what
-    GRPOTrainer computes the loss of.
+def microbatches(rows: BatchRows, tokens: int) -> Iterator[tuple[list[int], dict[str, torch.Tensor]]]:
+    """Cut a batch into parts of one temperature with at most `tokens` padded tokens, but at least one row; yield the
+    indices of the rows, and what GRPOTrainer computes the loss of.
     """
     lengths, temperatures = rows.lengths.tolist(), rows.temperature.tolist()
     columns = {name: torch.tensor(getattr(rows, name)).split(lengths) for name in COLUMNS}
@@ -175,7 +178,7 @@ def microbatches(rows: BatchRows, tokens: int) -> Iterator[tuple[float, dict[str
             row is None or temperatures[row] != temperatures[part[0]] or lengths[row] * (len(part) + 1) > tokens
         ):
             padded = {name: pad_sequence([column[one] for one in part], True) for name, column in columns.items()}
-            yield temperatures[part[0]], loss_inputs(padded, rows.lengths[part], rows.weight_divisor[part])
+            yield part, loss_inputs(padded, rows.lengths[part], rows.weight_divisor[part])
             part = []
         part.append(row)
 

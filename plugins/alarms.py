@@ -10,7 +10,7 @@ from typing import Final
 import orjson
 
 from turnlog.consumers.index.reader import Index, Row
-from turnlog.schemas.events.batches import same_weights_gap
+from turnlog.schemas.events.batches import same_weights_gap, same_weights_gaps_of_kinds
 
 GAP: Final = 0.01
 """Log-prob gap in nats above which trainer and engine disagree about what was sampled; as in the alert TurnlogGap."""
@@ -59,9 +59,12 @@ def alarms(index: Index, steps: Sequence[Row], versions: Sequence[Row], engines:
         said = f"the gradient was not finite in step {', '.join(map(str, skipped[-5:]))}: nothing was learned"
         yield alarm("skipped", said, "/batches")
     for step in steps[-1:]:
-        gap = same_weights_gap(step["lag_max"], step["logprob_gap_max"], orjson.loads(step["metrics"] or "{}"))
+        metrics = orjson.loads(step["metrics"] or "{}")
+        gap = same_weights_gap(step["lag_max"], step["logprob_gap_max"], metrics)
         if gap is not None and gap > GAP:
             said = f"trainer and engine differ by {gap:.4g} nats in step {step['step']}, with the same weights"
+            of_kinds = same_weights_gaps_of_kinds(step["lag_max"], metrics)
+            said += "".join(f"; {kind} engines by {one:.4g}" for kind, one in sorted(of_kinds.items()))
             yield alarm("gap", said, f"/batches/{step['batch_index']}")
     refused = sum(len(orjson.loads(row["refused"] or "[]")) for row in versions[-5:])
     if refused:

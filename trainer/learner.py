@@ -24,8 +24,14 @@ from numpy.typing import NDArray
 
 from turnlog.infra.tensors import adapters
 from turnlog.infra.tensors.files import SHARD_BYTES, TensorSpec, Written
-from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.schemas.events.batches import HELD_GAP_MAX, HELD_OLD_CACHE_GAP_MAX
+from turnlog.processors.core.batches.rows import ENGINE_KINDS, BatchRows
+from turnlog.schemas.events.batches import (
+    HELD_GAP_MAX,
+    HELD_OLD_CACHE_GAP_MAX,
+    LOGPROB_GAP_MAX,
+    LOGPROB_GAP_MEAN,
+    gap_of_kind,
+)
 from turnlog.schemas.types import BlobRef
 from turnlog.trainer import BooksOff, mcore
 from turnlog.trainer.algorithms.critic import Critic
@@ -424,6 +430,11 @@ class _Forward:
         self._known = torch.from_numpy(known).to(mcore.DEVICE)
         self.held_gap_max = _doubles(len(HELD_GAPS)) - torch.inf
         """Maxima of both gaps among tokens that the held weights sampled; -inf without such tokens."""
+        self._kinds = None if rows.engine_kind is None else torch.from_numpy(rows.engine_kind).to(mcore.DEVICE)
+        self.kind_sums = _doubles(len(ENGINE_KINDS), 2)
+        """[kind, (|gap|, trained tokens)] by kind of engine, without tokens on an old cache."""
+        self.kind_gap_max = _doubles(len(ENGINE_KINDS), 2) - torch.inf
+        """[kind, (all of these tokens, those that the held weights sampled)] maxima; -inf without such tokens."""
         self.told = torch.zeros((len(TOLD), len(rows.token_ids)), device=mcore.DEVICE) if tell_tokens else None
         """Figures in TOLD of this rank's tokens, [figures, T], 0 elsewhere."""
         # Every rank needs the names, although only the last pipeline stage has the numbers.
@@ -469,10 +480,26 @@ class _Forward:
         known = batch.trained & self._known[batch.places]
         held = [torch.where(known & ~on_old, gap, -torch.inf), torch.where(known & on_old, old_gap, -torch.inf)]
         self.held_gap_max = torch.maximum(self.held_gap_max, torch.stack([one.max() for one in held]).double())
+        if self._kinds is not None:
+            self._compare_kinds(self._kinds[batch.places], gap, batch.trained & ~on_old, known)
         self._measure(token.measures, batch.trained)
         if self.told is not None:
             keep_scored(self.told, torch.stack([logprobs, entropy, bounded_ratio(logprobs, seen.old)]), batch)
         return weighted * self._trained_total, batch.trained.sum().to(torch.int), {}
+
+    def _compare_kinds(
+        self, kinds: torch.Tensor, gap: torch.Tensor, counted: torch.Tensor, known: torch.Tensor
+    ) -> None:
+        """Add the gaps of `counted` tokens to those of the kinds of engines that sampled them."""
+        sums, largest = [], []
+        for number in range(len(ENGINE_KINDS)):
+            own = counted & (kinds == number)
+            sums.append(torch.stack([torch.where(own, gap, 0.0).sum().double(), own.sum().double()]))
+            largest.append(
+                torch.stack([torch.where(one, gap, -torch.inf).max().double() for one in (own, own & known)])
+            )
+        self.kind_sums += torch.stack(sums)
+        self.kind_gap_max = torch.maximum(self.kind_gap_max, torch.stack(largest))
 
     def _beside(self, values: torch.Tensor | None, masked: torch.Tensor, batch: PaddedRows) -> torch.Tensor:
         """Return the auxiliary loss. Padding refers to the batch's first token, which has weight 0."""
@@ -527,6 +554,18 @@ def _doubles(*size: int) -> torch.Tensor:
     return torch.zeros(size, dtype=torch.float64, device=mcore.DEVICE)
 
 
+def _gaps_of_kinds(sums: torch.Tensor, largest: torch.Tensor) -> dict[str, float]:
+    """Return the gaps of each kind of engine that the batch names, by metric; arguments as in _Forward."""
+    found: dict[str, float] = {}
+    for kind, (gap, tokens), (whole, held) in zip(ENGINE_KINDS, sums.tolist(), largest.tolist(), strict=True):
+        if kind and tokens:
+            found[gap_of_kind(LOGPROB_GAP_MAX, kind)] = whole
+            found[gap_of_kind(LOGPROB_GAP_MEAN, kind)] = gap / tokens
+            if math.isfinite(held):
+                found[gap_of_kind(HELD_GAP_MAX, kind)] = held
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Totals:
     """Sums over all microbatches of all ranks."""
@@ -547,8 +586,8 @@ class Totals:
     def over_ranks(cls, forward: _Forward) -> Totals:
         """Sum over ranks. Only the last pipeline stage has sums; every rank receives them."""
         state = mcore.parallel_state
-        sums = torch.cat([forward.sums, forward.measures.flatten()])
-        largest = torch.cat([forward.gap_max, forward.held_gap_max, forward.largest])
+        sums = torch.cat([forward.kind_sums.flatten(), forward.sums, forward.measures.flatten()])
+        largest = torch.cat([forward.kind_gap_max.flatten(), forward.gap_max, forward.held_gap_max, forward.largest])
         group = state.get_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(sums, group=group)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -556,8 +595,10 @@ class Totals:
             last, stages = state.get_pipeline_model_parallel_last_rank(), state.get_pipeline_model_parallel_group()
             dist.broadcast(sums, last, group=stages)
             dist.broadcast(largest, last, group=stages)
-        loss, trained, entropy, clipped, gap, masked, beside, old_gap, on_old, *moments = sums.tolist()
-        gap_max, old_gap_max, *tops = largest.tolist()
+        cells = forward.kind_sums.numel()
+        of_kinds = _gaps_of_kinds(sums[:cells].view(-1, 2), largest[:cells].view(-1, 2))
+        loss, trained, entropy, clipped, gap, masked, beside, old_gap, on_old, *moments = sums[cells:].tolist()
+        gap_max, old_gap_max, *tops = largest[cells:].tolist()
         held = {name: gap for name, gap in zip(HELD_GAPS, tops, strict=False) if math.isfinite(gap)}
         del tops[: len(HELD_GAPS)]
         count = max(1, round(trained))
@@ -569,7 +610,7 @@ class Totals:
         }
         if forward.columns.auxiliary is not None:
             metrics["auxiliary_loss"] = beside
-        metrics |= held
+        metrics |= held | of_kinds
         return cls(
             loss, round(trained), entropy if forward.with_entropy else None, clipped, gap, gap_max, old_gap,
             old_gap_max, round(on_old), round(masked), metrics,

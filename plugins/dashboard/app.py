@@ -51,6 +51,7 @@ from turnlog.plugins.dashboard.swimlanes import swimlanes
 from turnlog.plugins.dashboard.timeline import timeline
 from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import Outcome
+from turnlog.schemas.events.batches import LOGPROB_GAP_MAX, gaps_of_kinds
 
 STATIC = Path(__file__).parent / "static"
 EVERY_S = 1.0
@@ -325,7 +326,9 @@ class Pages:
         with self._open_index() as index, index.snapshot():
             found = require_found(index.batch(number), f"batch {number}")
             drawn = timeline(index, found, whole="all" in request.query_params)
-        return self._page(request, "batch.html", found.as_of, of=found, timeline=drawn)
+        metrics = orjson.loads(found.step["metrics"] or "{}") if found.step else {}
+        gaps = gaps_of_kinds(metrics, LOGPROB_GAP_MAX)
+        return self._page(request, "batch.html", found.as_of, of=found, timeline=drawn, gaps=gaps)
 
     def weights(self, request: Request) -> Response:
         """Serve the published versions, and the engines with what they loaded."""

@@ -3,6 +3,7 @@ Everything comes from the index."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from turnlog.infra.roles.role import RunPhase
 from turnlog.infra.run_folder import is_live, read_state
 from turnlog.plugins.alarms import Alarm, alarms, behind
 from turnlog.plugins.dashboard.drawing import Curve, Spread, bands, clock, curves, number, smooth
+from turnlog.schemas.events.batches import LOGPROB_GAP_MAX, gaps_of_kinds
 
 QUIET_S = 600
 """Maximum age in seconds of the newest record for a run to count as running if its processes cannot be seen from
@@ -193,6 +195,11 @@ def _charts(index: Index, steps: Sequence[Row], smoothing: float) -> Any:
         Curve(name, smooth([row[f"logprob_gap_{column}"] for row in steps], smoothing), style)
         for name, column, style in (("largest", "max", "c2"), ("mean", "mean", "c1"))
     ]
+    of_kinds = [gaps_of_kinds(_metrics(row), LOGPROB_GAP_MAX) for row in steps]
+    gaps += [
+        Curve(f"largest, {kind}", smooth([one.get(kind) for one in of_kinds], smoothing), style)
+        for kind, style in zip(sorted(set().union(*of_kinds)), itertools.cycle(OVERLAID[3:]))
+    ]
     yield Chart(
         "Log-prob gap of trainer and engine", "nats", curves("gap", at, gaps, floor=0),
         [(one.style, one.name) for one in gaps],
@@ -283,8 +290,12 @@ def _books(steps: Sequence[Row], at: Sequence[int]) -> Chart:
 
 def _find_metric(row: Row, name: str) -> float | None:
     """Return the first metric of the algorithm whose name begins with `name`."""
-    metrics = orjson.loads(row["metrics"] or "{}")
-    return next((value for key, value in metrics.items() if key.startswith(name)), None)
+    return next((value for key, value in _metrics(row).items() if key.startswith(name)), None)
+
+
+def _metrics(row: Row) -> dict[str, float]:
+    found: dict[str, float] = orjson.loads(row["metrics"] or "{}")
+    return found
 
 
 def _seconds(row: Row) -> float | None:

@@ -162,6 +162,21 @@ have been sampled by the weights that the step began with. So they are meaningfu
 absent if there is no such token."""
 
 
+LOGPROB_GAP_MAX, LOGPROB_GAP_MEAN = "logprob_gap_max", "logprob_gap_mean"
+
+
+def gap_of_kind(name: str, kind: str) -> str:
+    """Return the key of StepCompleted.metrics for `name` (LOGPROB_GAP_MAX, LOGPROB_GAP_MEAN or HELD_GAP_MAX), only over
+    tokens that one kind of engine sampled. Steps have it if the batch names the kinds of engines, and that kind."""
+    return f"{name}/{kind}"
+
+
+def gaps_of_kinds(metrics: Mapping[str, float], name: str) -> dict[str, float]:
+    """Return kind -> gap from the keys that `gap_of_kind` returns for `name`."""
+    prefix = gap_of_kind(name, "")
+    return {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+
+
 def same_weights_gap(
     lag_max: int, whole: float | None, metrics: Mapping[str, float], name: str = HELD_GAP_MAX
 ) -> float | None:
@@ -169,6 +184,15 @@ def same_weights_gap(
     weights (otherwise two different policies would be compared). That is the measured metric or, for a step without a
     lag, `whole`, the gap of all its tokens. None if neither exists."""
     return metrics.get(name, None if lag_max else whole)
+
+
+def same_weights_gaps_of_kinds(lag_max: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return `same_weights_gap` of each kind of engine that a step names, by kind, as far as it exists."""
+    whole = gaps_of_kinds(metrics, LOGPROB_GAP_MAX)
+    found = {
+        kind: same_weights_gap(lag_max, gap, metrics, gap_of_kind(HELD_GAP_MAX, kind)) for kind, gap in whole.items()
+    }
+    return {kind: gap for kind, gap in found.items() if gap is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

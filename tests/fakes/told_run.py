@@ -39,6 +39,8 @@ SIZE = 4
 """Rollouts of a group."""
 PER_VERSION = 4
 """Groups that one weight version samples."""
+OF_KINDS = {"logprob_gap_max/sglang": 2e-4, "logprob_gap_max/vllm": 0.5}
+"""Gaps of a fleet of two kinds of engines."""
 LOADED_S = {"join": 0.05, "pause": 0.01, "load": 0.3, "check": 0.03, "resume": 0.01}
 """Phases of a load of weights that training ranks send."""
 
@@ -138,7 +140,7 @@ class ToldRun:
                 logprob_gap_max=float(np.abs(gap).max()), logprob_gap_mean=float(np.abs(gap).mean()),
                 entropy=0.9 * 0.96**step, clip_fraction=0.01,
                 seconds={"wait": 0.2, "read": 0.05, "step": 0.3 + 0.2 * rng.random(), "export": 0.2, "checkpoint": 0.0},
-                world_size=1, metrics={"kl": 0.002 * step}, token_file=file,
+                world_size=1, metrics={"kl": 0.002 * step, **OF_KINDS}, token_file=file,
             ),
             self._published(step, batch),
             *([EngineRegistered(event_id="engine", run_id="run", engine_id="engine-0", url="http://127.0.0.1:30000",

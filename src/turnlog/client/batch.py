@@ -32,6 +32,17 @@ class TrainingBatch:
         """Return one row per sample, with the columns of a batch file (docs/attach.md)."""
         return rows_table(self.rows)
 
+    def flatten(self, padded: NDArray[Any]) -> NDArray[Any]:
+        """Return values of tokens [T] of what is [rows, tokens], padded as `pad` does; [T] is returned as it is. Raises
+        ValueError if the shape does not fit.
+        """
+        if padded.ndim == 1:
+            return padded
+        longest = int(self.rows.lengths.max(initial=0))
+        if padded.ndim != 2 or len(padded) != len(self.rows) or padded.shape[1] < longest:
+            raise ValueError(f"values of shape {padded.shape} for {len(self.rows)} rows of up to {longest} tokens")
+        return padded[np.arange(padded.shape[1]) < self.rows.lengths[:, None]]
+
     def pad(self, *, pad_token_id: int = 0, multiple: int = 1) -> dict[str, NDArray[Any]]:
         """Return the numeric columns by name, token columns as [rows, tokens] and the others as [rows].
 

@@ -16,6 +16,9 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from turnlog.client.batch import TrainingBatch
 from turnlog.client.errors import CursorUnusable, NotExternal, OutOfTurn
 from turnlog.client.loop_thread import LoopThread
@@ -24,6 +27,7 @@ from turnlog.infra.log import Fenced
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import claim_log
 from turnlog.names import TransactionalId
+from turnlog.processors.core.batches.gaps import LogprobGaps, logprob_gaps
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas.events import BatchSkipped, MaskReason, SampleBatchFormed
 from turnlog.settings import Settings
@@ -147,6 +151,7 @@ class ExternalTrainer:
         masked_tokens: int = 0,
         logprob_gap_max: float = 0.0,
         logprob_gap_mean: float = 0.0,
+        logprobs: NDArray[np.floating] | None = None,
         entropy: float | None = None,
         clip_fraction: float = 0.0,
         world_size: int = 1,
@@ -157,15 +162,21 @@ class ExternalTrainer:
 
         Save a checkpoint only afterwards, with that cursor. For the figures see StepCompleted (docs/events.md):
         `loss` is the sum over trained tokens of token loss / weight_divisor, `grad_norm` is before clipping, and
-        `logprob_gap_*` compare your log-probs with the engine's, in nats. `masked_tokens` counts trained tokens of the
-        batch that you left out of the loss. `skipped`: the gradient was not finite, and the weights are unchanged.
-        `seconds` replaces or adds phases to those that are measured here. Raises OutOfTurn.
+        `logprob_gap_*` compare your log-probs with the engine's, in nats. Better pass your `logprobs`: [T] as
+        `batch.rows.token_ids`, or [rows, tokens] as `batch.pad` pads, of the weights before the step at the row's
+        temperature, NaN where you computed none. Then all gaps are computed here, those of each kind of engine
+        included. `masked_tokens` counts trained tokens of the batch that you left out of the loss. `skipped`: the
+        gradient was not finite, and the weights are unchanged. `seconds` replaces or adds phases to those that are
+        measured here. Raises OutOfTurn; ValueError if `logprobs` does not have one value per token.
         """
         if batch is not self._open.batch:
             raise OutOfTurn(
                 f"batch {batch.manifest.batch_index} is not the last batch that was handed out, or its step is on the "
                 "log already: take the next batch"
             )
+        gaps = LogprobGaps(float(logprob_gap_max), float(logprob_gap_mean), 0.0, 0.0, {})
+        if logprobs is not None:
+            gaps = logprob_gaps(batch.rows, batch.flatten(logprobs), self._open.held)
         self._clock.end_step()
         masked = {MaskReason.trainer_mask.value: masked_tokens} if masked_tokens else {}
         figures = StepFigures(
@@ -174,12 +185,14 @@ class ExternalTrainer:
             learning_rate=float(learning_rate),
             skipped=skipped,
             masked={MaskReason.step_skipped.value: batch.manifest.trained_tokens} if skipped else masked,
-            logprob_gap_max=float(logprob_gap_max),
-            logprob_gap_mean=float(logprob_gap_mean),
+            logprob_gap_max=gaps.logprob_gap_max,
+            logprob_gap_mean=gaps.logprob_gap_mean,
+            old_cache_gap_max=gaps.old_cache_gap_max,
+            old_cache_gap_mean=gaps.old_cache_gap_mean,
             entropy=None if entropy is None else float(entropy),
             clip_fraction=float(clip_fraction),
             world_size=world_size,
-            metrics={name: float(value) for name, value in (metrics or {}).items()},
+            metrics={**gaps.metrics, **{name: float(value) for name, value in (metrics or {}).items()}},
             seconds={**self._clock.seconds(), **(seconds or {})},
         )
         with self._fence():
@@ -283,6 +296,11 @@ class _TrainerCalls:
         """Whether a publication is due."""
         self.adapter_due = False
         """Whether this publication is the adapter that follows its base weights."""
+
+    @property
+    def held(self) -> int | None:
+        """Number of the version of the current weights; None if they are not published."""
+        return self.generation.versions.of_step(self.generation.cursor.step)
 
     @property
     def is_over(self) -> bool:

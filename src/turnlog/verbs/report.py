@@ -31,7 +31,7 @@ from turnlog.schemas.events import (
     StepCompleted,
     ToolCallCompleted,
 )
-from turnlog.schemas.events.batches import HELD_OLD_CACHE_GAP_MAX, same_weights_gap
+from turnlog.schemas.events.batches import HELD_OLD_CACHE_GAP_MAX, same_weights_gap, same_weights_gaps_of_kinds
 from turnlog.schemas.events.tools import UNISOLATED
 from turnlog.settings import Settings
 
@@ -112,9 +112,10 @@ def gaps(steps: Iterable[StepCompleted]) -> dict[str, Any]:
 
     The first maximum is over tokens whose KV cache was filled by those weights, together with the batches in which it
     exceeds GAP. The second is over the other tokens, to which no limit applies. Each is None if there are no such
-    tokens.
+    tokens. The first maximum is also given by kind of engine, for a mixed fleet.
     """
     own, old = {}, []
+    kinds: dict[str, float] = {}
     for step in steps:
         on_own = step.logprob_gap_max if step.trained_tokens > step.old_cache_tokens else None
         if (gap := same_weights_gap(step.lag_max, on_own, step.metrics)) is not None:
@@ -122,10 +123,13 @@ def gaps(steps: Iterable[StepCompleted]) -> dict[str, Any]:
         on_old = step.old_cache_gap_max if step.old_cache_tokens else None
         if (gap := same_weights_gap(step.lag_max, on_old, step.metrics, HELD_OLD_CACHE_GAP_MAX)) is not None:
             old.append(gap)
+        for kind, gap in same_weights_gaps_of_kinds(step.lag_max, step.metrics).items():
+            kinds[kind] = max(gap, kinds.get(kind, 0.0))
     return {
         "logprob_gap_max": max(own.values(), default=None),
         "logprob_gap_steps": {batch: gap for batch, gap in own.items() if gap > GAP},
         "logprob_gap_old_cache_max": max(old, default=None),
+        "logprob_gap_by_kind": kinds,
     }
 
 
@@ -223,6 +227,9 @@ def summary(report: RunReport) -> Table:
     if body["logprob_gap_max"] is not None:
         where = f"; above {GAP} at batches {list(body['logprob_gap_steps'])}" if body["logprob_gap_steps"] else ""
         shown.add_row("largest |trainer - engine| log-prob, same weights", f"{body['logprob_gap_max']:.1e}{where}")
+    if body["logprob_gap_by_kind"]:
+        of_kinds = {kind: f"{gap:.1e}" for kind, gap in sorted(body["logprob_gap_by_kind"].items())}
+        shown.add_row("the same by kind of engine", _counts(of_kinds))
     if body["logprob_gap_old_cache_max"] is not None:
         shown.add_row("the same for tokens on a cache of older weights", f"{body['logprob_gap_old_cache_max']:.1e}")
     replayed = body["replay"]

@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pyarrow as pa
+import pytest
 
 from tests.fakes.batches import synthetic_rows
 from turnlog.client.batch import TrainingBatch
@@ -60,6 +61,16 @@ def test_padded_arrays_hold_each_token_once_and_nothing_else() -> None:
     assert "old_cache" not in found
     marked = dataclasses.replace(rows, old_cache=rows.trained)
     assert (batch_of(marked).pad()["old_cache"] == found["trained"][:, : int(rows.lengths.max())]).all()
+
+
+def test_padded_values_are_flattened_in_the_order_of_the_tokens() -> None:
+    rows = synthetic_rows(3)
+    batch = batch_of(rows)
+    assert batch.flatten(batch.pad(multiple=8)["logprobs"]).tolist() == rows.logprobs.tolist()
+    assert batch.flatten(rows.logprobs) is rows.logprobs
+    for shape in ((len(rows), int(rows.lengths.max()) - 1), (len(rows) + 1, 64), (1, len(rows), 64)):
+        with pytest.raises(ValueError, match=r"for 16 rows of up to"):
+            batch.flatten(np.zeros(shape))
 
 
 def test_the_table_of_a_batch_is_that_of_its_file() -> None:

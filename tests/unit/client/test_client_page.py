@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from tests.fakes.batches import synthetic_rows
 from turnlog.client.batch import TrainingBatch
+from turnlog.processors.core.batches.gaps import logprob_gaps
 from turnlog.processors.core.batches.rows import BatchRows
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/client.md"
@@ -36,7 +39,10 @@ def gradient(rows: BatchRows) -> tuple[torch.Tensor, int]:
     exec(compile(block, str(PAGE), "exec"), page)
     logits = torch.zeros(len(rows), int(rows.lengths.max()), 16, requires_grad=True)
     batch = TrainingBatch(None, rows, 0)  # type: ignore[arg-type]
-    loss, _, masked = page["loss_of"](lambda *_, **__: SimpleNamespace(logits=logits), batch)
+    loss, logprobs, masked = page["loss_of"](lambda *_, **__: SimpleNamespace(logits=logits), batch)
     loss.backward()
     assert logits.grad is not None
+    compared = (rows.trained == 1) & (np.repeat(rows.temperature, rows.lengths) > 0)
+    gaps = logprob_gaps(rows, batch.flatten(logprobs), None)
+    assert gaps.logprob_gap_max == pytest.approx(np.abs(-math.log(16) - rows.logprobs[compared]).max())
     return logits.grad, masked

@@ -32,6 +32,7 @@ from turnlog.infra.batch_files import read_rows
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.http_clients import direct
 from turnlog.infra.run_folder import lock_run, write_state
+from turnlog.plugins.alarms import alarms
 from turnlog.plugins.dashboard import drawing, export, harmless
 from turnlog.plugins.dashboard.app import EVERY_S, STREAMS, WITHIN_S
 from turnlog.plugins.dashboard.conversation import align_turns, conversation, prompts, said_alike
@@ -762,6 +763,18 @@ async def test_a_list_of_sessions_shows_prompts_totals_and_a_choice_to_compare(t
         assert ends == {"best": best.row.reward, "worst": worst.row.reward}
         compared = await client.get("/compare", params={"left": left[1], "right": right[1]})
         assert compared.status_code == 200
+
+
+async def test_gaps_of_a_mixed_fleet_are_drawn_and_named_by_kind_of_engine(told: ToldRun) -> None:
+    async with site(told) as (client, _):
+        overview, batch = (await client.get("/")).text, (await client.get("/batches/0")).text
+    for kind in ("sglang", "vllm"):
+        assert f"</i>largest, {kind}</li>" in overview
+    assert "at most, sglang 0.0002, vllm 0.5, " in batch
+    with Index.open(told.index) as index:
+        row = dict(index.rows("SELECT * FROM steps ORDER BY step")[0]) | {"lag_max": 0, "logprob_gap_max": 0.5}
+        (found,) = [one for one in alarms(index, [row], [], []) if one.name == "gap"]
+    assert found.said.endswith("with the same weights; sglang engines by 0.0002; vllm engines by 0.5")
 
 
 async def test_curves_are_smoothed_and_cut_to_the_steps_that_are_asked_for(told: ToldRun) -> None:

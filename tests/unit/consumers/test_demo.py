@@ -101,13 +101,23 @@ def test_tokens_on_a_cache_of_older_weights_are_no_gap_at_lag_0_and_are_told_apa
     steps = [step(0, (4, 1e-6)), step(1, (3, 2e-6), (1, 0.5)), step(2, (0, 0.0), (4, 0.25)), step(3, (4, 2.0), lag=1)]
     assert gaps(steps) == {
         "logprob_gap_max": 2e-6, "logprob_gap_steps": {}, "logprob_gap_old_cache_max": 0.5,
+        "logprob_gap_by_kind": {},
     }  # fmt: skip
     assert gaps([step(0, (4, 1e-3)), *steps[1:]])["logprob_gap_steps"] == {0: 1e-3}
     assert gaps(steps[2:])["logprob_gap_max"] is None
+
+
+def test_gaps_of_a_mixed_fleet_are_also_by_kind_of_engine() -> None:
+    of_kinds = {"logprob_gap_max/sglang": 1e-6, "logprob_gap_max/vllm": 5e-6, "held_gap_max/vllm": 4e-6}
+    late = {"logprob_gap_max/sglang": 2.0, "logprob_gap_max/vllm": 3.0, "held_gap_max/vllm": 6e-6}
+    steps = [step(0, (4, 5e-6), **of_kinds), step(1, (4, 3.0), lag=1, held_gap_max=6e-6, **late)]
+    found = gaps(steps)["logprob_gap_by_kind"]
+    assert found == {"sglang": 1e-6, "vllm": 6e-6}, "tokens of other weights than the trainer's are left out"
 
 
 def test_a_step_with_a_lag_is_compared_by_the_tokens_of_its_own_weights() -> None:
     late = step(4, (4, 2.0), (4, 1.0), lag=1, held_gap_max=1e-3, held_old_cache_gap_max=0.75)
     assert gaps([step(3, (4, 2.0), lag=1), late]) == {
         "logprob_gap_max": 1e-3, "logprob_gap_steps": {4: 1e-3}, "logprob_gap_old_cache_max": 0.75,
+        "logprob_gap_by_kind": {},
     }  # fmt: skip

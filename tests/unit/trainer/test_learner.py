@@ -18,6 +18,8 @@ import torch
 from tests.fakes.batches import synthetic_rows
 from tests.reference.plain import PlainLearner
 from turnlog.infra.blobs import StoreUnreachable
+from turnlog.processors.core.batches.gaps import logprob_gaps
+from turnlog.schemas.events.batches import gaps_of_kinds
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import StoreSettings
 from turnlog.trainer import (
@@ -173,6 +175,41 @@ def test_gaps_of_the_weights_held_are_over_the_tokens_that_they_sampled() -> Non
     assert (found["held_gap_max"], found["held_old_cache_gap_max"]) == pytest.approx(wanted, rel=1e-5)
     for other in (None, 7):
         assert not {name for name in learner.step(rows, OBJECTIVE, 0.0, held=other).metrics if "held" in name}
+
+
+def test_gaps_of_kinds_of_engines_are_over_the_tokens_that_they_sampled() -> None:
+    rows = synthetic_rows(0)
+    draw = np.random.default_rng(1)
+    kinds = draw.integers(0, 3, len(rows.trained)).astype("|u1")
+    kinds[rows.starts[-1] :] = 0  # a record that does not name the kind
+    marked = (draw.random(len(kinds)) < 0.3).astype("|u1")
+    newest = rows.version_max.copy()
+    newest[:4] = 2
+    rows = dataclasses.replace(
+        rows, version_min=newest, version_max=newest, old_cache=marked, engine_kind=kinds,
+        logprobs=np.where(kinds == 2, rows.logprobs - 1, rows.logprobs).astype("<f4"),
+    )  # fmt: skip
+    learner = Learner(TINY, random_weights(TINY, 1), dataclasses.replace(ONE, microbatch_tokens=200))
+    of_trainer = learner.logprobs(rows)
+    apart, of_row = np.abs(of_trainer - rows.logprobs), np.repeat(np.arange(len(rows)), rows.lengths)
+    found = learner.step(rows, OBJECTIVE, 0.0, held=2)
+    for number, kind in enumerate(("sglang", "vllm"), 1):
+        own = (rows.trained == 1) & (marked == 0) & (kinds == number)
+        wanted = apart[own].max(), apart[own].mean(), apart[own & (newest[of_row] == 2)].max()
+        names = ("logprob_gap_max", "logprob_gap_mean", "held_gap_max")
+        assert [found.metrics[f"{name}/{kind}"] for name in names] == pytest.approx(wanted, rel=1e-5)
+    assert found.metrics["logprob_gap_max/vllm"] > found.metrics["logprob_gap_max/sglang"]
+    assert len(gaps_of_kinds(found.metrics, "logprob_gap_max")) == 2, "tokens without a kind count for none"
+    reported = logprob_gaps(rows, of_trainer, 2)
+    assert reported.metrics == pytest.approx({name: found.metrics[name] for name in reported.metrics}, rel=1e-5)
+    assert len(reported.metrics) == 8
+    for name in ("logprob_gap_max", "logprob_gap_mean", "old_cache_gap_max", "old_cache_gap_mean"):
+        assert getattr(reported, name) == pytest.approx(getattr(found, name), rel=1e-5)
+    of_one_kind = dataclasses.replace(rows, engine_kind=np.ones_like(kinds))
+    assert set(gaps_of_kinds(learner.measure(of_one_kind, OBJECTIVE).metrics, "logprob_gap_max")) == {"sglang"}
+    assert not gaps_of_kinds(
+        learner.measure(dataclasses.replace(rows, engine_kind=None), OBJECTIVE).metrics, "held_gap_max"
+    )
 
 
 def test_a_row_without_advantage_still_runs_and_moves_nothing() -> None:
