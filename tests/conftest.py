@@ -336,13 +336,18 @@ def engine_url(tiny_model: Path, servers: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def vllm_engine_url(servers: Path) -> Iterator[str]:
-    """URL of a real vLLM on CPU that serves a tiny model with wider heads; 30 to 80 s to start."""
-    settings = EngineSettings(kind="vllm")
+def vllm_installed() -> None:
+    """Skips tests where vLLM has no environment."""
     try:
-        vllm_python(settings)
+        vllm_python(EngineSettings())
     except NotInstalled:
         pytest.skip("vLLM has no environment here: make .venv-vllm/.ready")
+
+
+@pytest.fixture(scope="session")
+def vllm_engine_url(servers: Path, vllm_installed: None) -> Iterator[str]:
+    """URL of a real vLLM on CPU that serves a tiny model with wider heads; 30 to 80 s to start."""
+    settings = EngineSettings(kind="vllm")
     model = make_tiny_model(servers / "vllm-model", head_dim=32)  # vLLM's attention on a CPU has no heads of 16
     with EngineServer(model, settings, log=servers / "vllm-engine.log") as engine:
         yield engine.url
