@@ -22,7 +22,8 @@ from row import SIZE, SMALLEST
 HERE = Path(__file__).resolve().parent
 SCRIPT = re.compile(r"([a-z]+\d+)_\w+\.py")
 NAMED = {name: HERE / f"{name.lower()}.py" for name in ("MODES", "LOOP", "SCALE", "COST", "ENV", "TREE")}
-"""Scripts that measure no numbered goal."""
+NAMED["T2-VLLM"] = HERE / "vllm_gateway.py"
+"""Scripts that measure no numbered goal, or one that has a script already."""
 TIMEOUT_S = 1800.0
 
 

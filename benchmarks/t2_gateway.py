@@ -1,11 +1,11 @@
 """T2: what the gateway adds to a turn, at the median of 32 sessions at once. Each session takes 100 turns of a
-conversation that grows by about 160 tokens a turn, in every dialect, whole and streamed; the first and the last ten
+conversation that grows by about 160 tokens a turn, in every dialect, whole and streamed; the first and the last six
 are measured.
 
 Client, gateway and engine are processes of their own; the engine takes a fixed time and says always the same. Taken off
 is the time of the same bodies through a bare proxy to that engine, in the same run and at the same place of the
 conversation. Streamed turns are timed to the first text, too. The log is one broker. With TURNLOG_ENGINE_KIND=vllm the
-engine speaks as vLLM does, and the row is T2-vllm.
+engine speaks as vLLM does (vllm_gateway.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +25,7 @@ from uuid import uuid4
 
 import aiohttp
 import orjson
+import psutil
 import uvicorn
 import uvloop
 from chaos.servers import TURNLOG, environment, servers
@@ -45,7 +46,7 @@ from turnlog.schemas.events import EngineRegistered
 from turnlog.settings import Settings
 
 SESSIONS, TURNS, DELAY_S = size((32, 100, 1.0), smallest=(2, 4, 0.02))
-EDGE = size(10, smallest=1)
+EDGE = size(6, smallest=1)
 """Turns at either end that are measured; those between them are answered at once."""
 GOAL_MS, GOAL_GROWTH = 5.0, 1.2
 ANSWER, QUESTION = "7" * 60, "8 + 9 = ? " * 10
@@ -54,7 +55,7 @@ WINDOW = 1 << 20
 KEY = "key-of-this-benchmark"
 DIALECTS = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "responses": "/v1/responses"}
 KIND = os.environ.get("TURNLOG_ENGINE_KIND", "sglang")
-ROW = "T2-vllm" if KIND == "vllm" else "T2"
+ROW = "T2-VLLM" if KIND == "vllm" else "T2"
 GENERATE = GENERATE_OF_VLLM if KIND == "vllm" else "/generate"
 TEXT = {"chat": b'"content":"7', "messages": b'"text":"7', "responses": b'"delta":"7', "bare": b"_ids"}
 """What the first event with text has in it."""
@@ -66,6 +67,8 @@ class Times:
 
     whole: list[list[float]] = dataclasses.field(default_factory=lambda: [[] for _ in MEASURED])
     first: list[list[float]] = dataclasses.field(default_factory=lambda: [[] for _ in MEASURED])
+    core_ms: float = 0.0
+    """Core-milliseconds of gateway or proxy per turn, over all turns; they hardly depend on the load of the machine."""
 
     def over(self, bare: Times, *, first: bool = False) -> list[float]:
         """Milliseconds more than the bare proxy, at the median of each turn."""
@@ -160,7 +163,8 @@ async def measure(settings: Settings) -> int:
         try:
             for url in (f"{engine}/ready", f"{proxy}/ready", f"{gateway}/readyz"):
                 await there(http, url)
-            found = await all_measured(http, engine, gateway, proxy + GENERATE)
+            spent = {child.launch.name: psutil.Process(child.pid) for child in children}
+            found = await all_measured(http, engine, gateway, proxy + GENERATE, spent)
         finally:
             for child in reversed(children):
                 child.stop()
@@ -168,7 +172,7 @@ async def measure(settings: Settings) -> int:
 
 
 async def all_measured(
-    http: aiohttp.ClientSession, engine: str, gateway: str, bare: str
+    http: aiohttp.ClientSession, engine: str, gateway: str, bare: str, processes: Mapping[str, psutil.Process]
 ) -> dict[tuple[str, bool], Times]:
     """By dialect and whether it is streamed."""
     found = {}
@@ -176,10 +180,19 @@ async def all_measured(
         for name in ("bare", *DIALECTS):
             tokens = [""] * SESSIONS if name == "bare" else await sessions(http, gateway, f"{name}-{stream}")
             url = bare if name == "bare" else gateway + DIALECTS[name]
+            process = processes["proxy" if name == "bare" else "gateway"]
+            before_s = core_s(process)
             found[name, stream] = times = await measured(http, engine, name, url, tokens, stream=stream)
+            times.core_ms = 1000 * (core_s(process) - before_s) / (SESSIONS * TURNS)
             took = median(itertools.chain.from_iterable(times.whole))
             say(f"{name}{' streamed' * stream}: {1000 * took:.1f} ms a turn")
     return found
+
+
+def core_s(process: psutil.Process) -> float:
+    """Processor seconds of a process so far."""
+    spent = process.cpu_times()
+    return spent.user + spent.system
 
 
 def report(found: dict[tuple[str, bool], Times]) -> int:
@@ -188,11 +201,15 @@ def report(found: dict[tuple[str, bool], Times]) -> int:
     worst, growth = 0.0, 0.0
     for (name, stream), times in found.items():
         if name == "bare":
+            bare_s = median(map(median, times.whole)) - DELAY_S
+            costs = {"p50_ms": round(1000 * bare_s, 2), "core_ms": round(times.core_ms, 2)}
+            detail[f"proxy{'_streamed' * stream}"] = costs
             continue
         over = times.over(found["bare", stream])
         early, late = median(over[:EDGE]), median(over[-EDGE:])
         detail[f"{name}{'_streamed' * stream}"] = one = {
-            "p50_ms": round(median(over), 2), "first_turns_ms": round(early, 2), "last_turns_ms": round(late, 2)
+            "p50_ms": round(median(over), 2), "first_turns_ms": round(early, 2), "last_turns_ms": round(late, 2),
+            "core_ms": round(times.core_ms, 2),
         }  # fmt: skip
         worst, growth = max(worst, median(over)), max(growth, late / early)
         if stream:

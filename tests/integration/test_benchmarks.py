@@ -22,9 +22,11 @@ from turnlog.sandbox_workers.pooling.worker_pools import find_isolation_failure
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NUMBERED = {path.stem.partition("_")[0].upper() for path in BENCHMARKS.glob("[a-z]*[0-9]_*.py")}
-NAMES = sorted(NUMBERED - {"E1"} | {"SCALE", "COST", "TREE"})
+NAMES = sorted(NUMBERED - {"E1"} | {"SCALE", "COST", "TREE", "T2-VLLM"})
 """E1, MODES and LOOP need an engine: test_engine_scale.py and test_closed_loop.py run them, on one that is there."""
-HEAVY = {"C1", "COST", "G7", "G9", "G15", "G16", "I2", "L1", "L2", "L3", "L4", "P1", "SCALE", "T2", "TREE", "W1"}
+HEAVY = {
+    "C1", "COST", "G7", "G9", "G15", "G16", "I2", "L1", "L2", "L3", "L4", "P1", "SCALE", "T2", "T2-VLLM", "TREE", "W1",
+}  # fmt: skip
 """Benchmarks that take longer than 10 s at their smallest size."""
 LINE = {"id", "value", "unit", "goal", "ok", "floor", "share", "goal_share", "load", "detail"}
 
