@@ -524,7 +524,7 @@ class Sampler:
     ) -> None:
         """Run one engine request into the draft. Raises EngineRefused, VersionGone."""
         loop = asyncio.get_running_loop()
-        begun, began, before = loop.time(), self.engines.clock(), len(draft.ids)
+        begun, began, before, kind = loop.time(), self.engines.clock(), len(draft.ids), engine.kind
         labels: tuple[tuple[str, int], ...] = ()
         rows: bytes | None = None
         try:
@@ -547,7 +547,7 @@ class Sampler:
             ENGINE_S.labels(engine.id).observe(loop.time() - begun)
             kv = int(request.cache_key) if request.cache_key else None
             if self.policy:
-                kind = engine.kind if self.engines.is_mixed else ""
+                kind = kind if self.engines.is_mixed else ""
                 _extend(draft.spans, _spans(labels, len(draft.ids) - before, engine, kv, kind))
         if experts is not None and rows is not None:
             experts.take(rows, len(request.input_ids) + len(draft.ids) - before)

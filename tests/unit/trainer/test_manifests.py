@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.each import each
 from tests.fakes.batches import append_batches, branched_rows, synthetic_manifest, synthetic_rows
 from tests.fakes.memory_log import MemoryLog
-from turnlog.infra.batch_files import CorruptBatch, write_rows
+from turnlog.infra.batch_files import CorruptBatch, read_rows, write_rows
 from turnlog.infra.blobs import BlobMissing, MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
-from turnlog.processors.core.batches.rows import ROWS_VERSIONS, BatchRows
+from turnlog.processors.core.batches.rows import ROWS_VERSIONS, BatchRows, rows_sha256
 from turnlog.schemas.events import SampleBatchFormed
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import Settings
@@ -241,6 +244,15 @@ def of_two_kinds(rows: BatchRows) -> BatchRows:
     """The trained tokens of the first half were sampled by the first kind of engine, the others by the second."""
     kinds = np.where(np.arange(len(rows.trained)) < len(rows.trained) // 2, 1, 2)
     return dataclasses.replace(rows, engine_kind=(kinds * rows.trained).astype("|u1"))
+
+
+@each("version", list(ROWS_VERSIONS))
+def test_the_rule_of_the_page_gives_the_hash_of_every_rows_version(version: int) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (GOLDEN.parents[1] / "docs/attach.md").read_text(), re.M | re.S)
+    page: dict[str, Any] = {}
+    exec(next(block for block in blocks if "COLUMNS" in block), page)
+    content = (GOLDEN / f"batch-rows-{version}.arrow").read_bytes()
+    assert page["rows_sha256"](content, version) == rows_sha256(read_rows(content), version)
 
 
 async def test_rows_of_a_version_that_is_not_known_are_refused_by_it() -> None:
