@@ -38,6 +38,9 @@ from turnlog.infra.run_folder import lacks_room
 from turnlog.names import RESTARTS_VARIABLE, ExitStatus
 
 MARK = "TURNLOG_CHILD"
+KEEPS_MARK = {"SPT_NOENV": "1"}
+"""Variable by which the package setproctitle leaves the environment of a process alone. Engines give their processes
+titles, which would overwrite it, so that nothing could find them once their parent is dead."""
 TAIL_LINES = 20
 PROBE_EVERY_S = 0.02
 KILL_TIMEOUT_S = 5.0
@@ -132,7 +135,7 @@ class Child:
         Raises the launch's `died`."""
         launch = self.launch
         env = {key: value for key, value in os.environ.items() if key not in launch.without}
-        env |= {MARK: self.mark, RESTARTS_VARIABLE: str(self._restarts), **launch.env}
+        env |= {MARK: self.mark, **KEEPS_MARK, RESTARTS_VARIABLE: str(self._restarts), **launch.env}
         try:
             with self._opened_log() as log:
                 self._process = _spawn((*launch.argv, *launch.arguments()), env, log.fileno())

@@ -142,6 +142,23 @@ def test_when_the_parent_is_killed_children_and_grandchildren_end(tmp_path: Path
     assert all(_ends(pid) for pid in family)
 
 
+def test_a_process_that_gives_itself_a_title_keeps_the_mark(tmp_path: Path) -> None:
+    pytest.importorskip("setproctitle")
+    titled = tmp_path / "titled"
+    code = (
+        "import pathlib, setproctitle, time\n"
+        "setproctitle.setproctitle('VLLM::EngineCore' * 500)\n"
+        f"pathlib.Path({str(titled)!r}).touch()\n"
+        "time.sleep(600)"
+    )
+    child = Child(_launch(tmp_path, code, argv=(sys.executable, "-c", code), ready=titled.exists)).start()
+    try:
+        child.wait_ready()
+        assert find_marked_pids(child.mark) == [child.pid]
+    finally:
+        child.kill()
+
+
 def test_sweep_kills_what_carries_the_mark_and_nothing_else(tmp_path: Path) -> None:
     """Also one that has not become its program yet, as most have not that were started this moment."""
     other = Child(_launch(tmp_path, SLEEPER)).start()
