@@ -36,6 +36,7 @@ class TrainingBatch:
         """Return values of tokens [T] of what is [rows, tokens], padded as `pad` does; [T] is returned as it is. Raises
         ValueError if the shape does not fit.
         """
+        padded = np.asarray(padded)
         if padded.ndim == 1:
             return padded
         longest = int(self.rows.lengths.max(initial=0))
