@@ -431,9 +431,12 @@ class _Forward:
         self.held_gap_max = _doubles(len(HELD_GAPS)) - torch.inf
         """Maxima of both gaps among tokens that the held weights sampled; -inf without such tokens."""
         self._kinds = None if rows.engine_kind is None else torch.from_numpy(rows.engine_kind).to(mcore.DEVICE)
-        self.kind_sums = _doubles(len(ENGINE_KINDS), 2)
-        """[kind, (|gap|, trained tokens)] by kind of engine, without tokens on an old cache."""
-        self.kind_gap_max = _doubles(len(ENGINE_KINDS), 2) - torch.inf
+        kinds = 0 if self._kinds is None else len(ENGINE_KINDS)
+        self.kind_sums = _doubles(kinds, 2)
+        """[kind, (|gap|, trained tokens)] by kind of engine, without tokens on an old cache; [0, 2] if the batch names
+        no kind.
+        """
+        self.kind_gap_max = _doubles(kinds, 2) - torch.inf
         """[kind, (all of these tokens, those that the held weights sampled)] maxima; -inf without such tokens."""
         self.told = torch.zeros((len(TOLD), len(rows.token_ids)), device=mcore.DEVICE) if tell_tokens else None
         """Figures in TOLD of this rank's tokens, [figures, T], 0 elsewhere."""
@@ -596,7 +599,9 @@ class Totals:
             dist.broadcast(sums, last, group=stages)
             dist.broadcast(largest, last, group=stages)
         cells = forward.kind_sums.numel()
-        of_kinds = _gaps_of_kinds(sums[:cells].view(-1, 2), largest[:cells].view(-1, 2))
+        of_kinds = {}
+        if cells:
+            of_kinds = _gaps_of_kinds(sums[:cells].view(-1, 2), largest[:cells].view(-1, 2))
         loss, trained, entropy, clipped, gap, masked, beside, old_gap, on_old, *moments = sums[cells:].tolist()
         gap_max, old_gap_max, *tops = largest[cells:].tolist()
         held = {name: gap for name, gap in zip(HELD_GAPS, tops, strict=False) if math.isfinite(gap)}
