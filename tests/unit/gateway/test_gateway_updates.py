@@ -110,9 +110,11 @@ async def test_spans_name_the_kind_of_engine_once_the_fleet_is_mixed_also_where_
     session, engine = await rig.open(), rig.engines["e0"]
     ids = rig.script.says("12345")
     await rig.chat(session, [QUESTION])
+    rig.script.says("12345")
     engine.holds_after = 2
     asked = asyncio.create_task(rig.chat(session, [{"role": "user", "content": "more"}]))
     await engine.reached.wait()
+    rig.engines["e1"] = rig.new_engine("http://e1")
     await rig.engine_says("e1", kind="vllm")
     await rig.engine_says("e0", state="draining")
     await until(lambda: rig.gateway.engines.live["e0"].state == "draining")
