@@ -181,18 +181,12 @@ async def all_measured(
             tokens = [""] * SESSIONS if name == "bare" else await sessions(http, gateway, f"{name}-{stream}")
             url = bare if name == "bare" else gateway + DIALECTS[name]
             process = processes["proxy" if name == "bare" else "gateway"]
-            before_s = core_s(process)
+            before_s = sum(process.cpu_times()[:2])
             found[name, stream] = times = await measured(http, engine, name, url, tokens, stream=stream)
-            times.core_ms = 1000 * (core_s(process) - before_s) / (SESSIONS * TURNS)
+            times.core_ms = 1000 * (sum(process.cpu_times()[:2]) - before_s) / (SESSIONS * TURNS)
             took = median(itertools.chain.from_iterable(times.whole))
             say(f"{name}{' streamed' * stream}: {1000 * took:.1f} ms a turn")
     return found
-
-
-def core_s(process: psutil.Process) -> float:
-    """Processor seconds of a process so far."""
-    spent = process.cpu_times()
-    return spent.user + spent.system
 
 
 def report(found: dict[tuple[str, bool], Times]) -> int:

@@ -60,6 +60,7 @@ from turnlog.schemas.events import (
 from turnlog.settings import Settings, load
 from turnlog.trainer.tiny_policy import initial_weights, prepare_model
 from turnlog.verbs.report import newest_incarnations
+from turnlog.verbs.run_loop import trainer_member
 
 PROCESS = {
     "feeder": "feeder-0", "gateway": "gateway-0", "runner": "runner-0", "sandbox": "sandbox-0",
@@ -177,8 +178,7 @@ class Loop:
     def run_ended(self, story: Story) -> bool:
         """Whether `turnlog run` has ended well. If it ended otherwise, it is started again, as is a trainer that is a
         program of its own."""
-        if self._program is not None:
-            self._keep_trainer(self._program)
+        self.keep_trainer()
         if self._run is not None and self._run.returncode == 0:
             return True
         if self._run is None or self._run.returncode is not None:
@@ -190,18 +190,10 @@ class Loop:
             self._run = Child(launch).start()
         return False
 
-    def _keep_trainer(self, program: Path) -> Child:
-        if self._trainer is not None and self._trainer.returncode in (None, 0):
-            return self._trainer
-        env = {
-            "TURNLOG_RUN_DIRECTORY": str(self.directory),
-            "TURNLOG_INSTANCE": PROCESS["trainer"],
-            "HF_HUB_OFFLINE": "1",
-        }
-        log = self.directory / "logs/trainer-0.log"
-        argv = (sys.executable, str(program))
-        self._trainer = Child(Launch(name=PROCESS["trainer"], argv=argv, log=log, env=env)).start()
-        return self._trainer
+    def keep_trainer(self) -> None:
+        """Start a trainer that is a program of its own, unless it runs or has ended well."""
+        if self._program is not None and (self._trainer is None or self._trainer.returncode not in (None, 0)):
+            self._trainer = Child(trainer_member(self.settings, self._program).launch).start()
 
     def process(self, victim: str) -> str:
         """Who is struck as `victim`: of several brokers one after the other."""
@@ -209,8 +201,8 @@ class Loop:
 
     def pid(self, name: str) -> int:
         """Of a process by its name; 0 when it is not there. The feeder is a child of `turnlog run`."""
-        if name == PROCESS["trainer"] and self._program is not None:
-            return self._keep_trainer(self._program).pid
+        if name == PROCESS["trainer"] and self._trainer is not None:
+            return self._trainer.pid if self._trainer.returncode is None else 0
         for child in status_processes(self.settings):
             if child["name"] == name:
                 return int(child["pid"])
@@ -282,8 +274,10 @@ async def gone(pids: list[int], patience_s: float) -> bool:
 async def there(loop: Loop, name: str) -> int:
     """Pid of a process, once it is there; 0 when it does not come."""
     deadline = time.monotonic() + PATIENCE_S
-    while not (pid := loop.pid(name)) and time.monotonic() < deadline:  # noqa: ASYNC110 - states are files
-        await asyncio.sleep(0.2)
+    loop.keep_trainer()
+    while not (pid := loop.pid(name)) and time.monotonic() < deadline:
+        await asyncio.sleep(0.2)  # states are files
+        loop.keep_trainer()
     return pid
 
 
