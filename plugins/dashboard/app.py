@@ -43,7 +43,15 @@ from turnlog.plugins.dashboard.comparison import Other, diff_settings, differenc
 from turnlog.plugins.dashboard.conversation import align_turns, conversation, prompts, said_alike
 from turnlog.plugins.dashboard.guard import checked_form
 from turnlog.plugins.dashboard.notes import RUN, Note, Notes
-from turnlog.plugins.dashboard.overview import StepWindow, beside, engines, is_supervised, of_batches, overview
+from turnlog.plugins.dashboard.overview import (
+    StepWindow,
+    beside,
+    engines,
+    is_supervised,
+    of_batches,
+    overview,
+    step_metrics,
+)
 from turnlog.plugins.dashboard.queues import Queues
 from turnlog.plugins.dashboard.records import Records
 from turnlog.plugins.dashboard.sandboxes import WorkerPools, sandboxes
@@ -326,8 +334,7 @@ class Pages:
         with self._open_index() as index, index.snapshot():
             found = require_found(index.batch(number), f"batch {number}")
             drawn = timeline(index, found, whole="all" in request.query_params)
-        metrics = orjson.loads(found.step["metrics"] or "{}") if found.step else {}
-        gaps = gaps_of_kinds(metrics, LOGPROB_GAP_MAX)
+        gaps = gaps_of_kinds(step_metrics(found.step), LOGPROB_GAP_MAX) if found.step else {}
         return self._page(request, "batch.html", found.as_of, of=found, timeline=drawn, gaps=gaps)
 
     def weights(self, request: Request) -> Response:

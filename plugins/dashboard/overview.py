@@ -195,7 +195,7 @@ def _charts(index: Index, steps: Sequence[Row], smoothing: float) -> Any:
         Curve(name, smooth([row[f"logprob_gap_{column}"] for row in steps], smoothing), style)
         for name, column, style in (("largest", "max", "c2"), ("mean", "mean", "c1"))
     ]
-    of_kinds = [gaps_of_kinds(_metrics(row), LOGPROB_GAP_MAX) for row in steps]
+    of_kinds = [gaps_of_kinds(step_metrics(row), LOGPROB_GAP_MAX) for row in steps]
     gaps += [
         Curve(f"largest, {kind}", smooth([one.get(kind) for one in of_kinds], smoothing), style)
         for kind, style in zip(sorted(set().union(*of_kinds)), itertools.cycle(OVERLAID[3:]))
@@ -290,10 +290,11 @@ def _books(steps: Sequence[Row], at: Sequence[int]) -> Chart:
 
 def _find_metric(row: Row, name: str) -> float | None:
     """Return the first metric of the algorithm whose name begins with `name`."""
-    return next((value for key, value in _metrics(row).items() if key.startswith(name)), None)
+    return next((value for key, value in step_metrics(row).items() if key.startswith(name)), None)
 
 
-def _metrics(row: Row) -> dict[str, float]:
+def step_metrics(row: Row) -> dict[str, float]:
+    """Return the metrics of a step by name."""
     found: dict[str, float] = orjson.loads(row["metrics"] or "{}")
     return found
 
