@@ -59,7 +59,7 @@ OF_ITS_END = 400
 """Number of log lines searched for the cause of a process's end: a broker prints a stack trace for each of its
 threads."""
 OWN_LAST_LINE = re.compile(r"turnlog [\w-]+: \w+: ")
-EXEC_S = 1.0
+EXEC_S = 5.0
 """Maximum seconds for a process to become the program that it executes."""
 CLEAN_EXITS = frozenset({0, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGINT})
 """Exit statuses of a process that was stopped. The JVM exits with 143 after SIGTERM."""
@@ -332,15 +332,21 @@ def find_marked_pids(mark: str) -> list[int]:
 
 def _environment(folder: Path) -> bytes:
     """Return the environment of a process, waiting while the kernel sets up the program that it is to become: meanwhile
-    it shows no environment and no command line. Raises OSError for a process without a program: a kernel thread, or a
-    zombie."""
+    it shows no environment, and a command line first. Raises OSError for a process without a program: a kernel thread,
+    or a zombie."""
     deadline = time.monotonic() + EXEC_S
-    while not (found := (folder / "environ").read_bytes()) and not (folder / "cmdline").read_bytes():
+    while not (found := (folder / "environ").read_bytes()) and _is_young(folder):
         os.readlink(folder / "exe")
         if time.monotonic() > deadline:
             break
         time.sleep(PROBE_EVERY_S / 20)  # there is no event to wait for
     return found
+
+
+def _is_young(folder: Path) -> bool:
+    """Whether a process may still be becoming a program. An older one without an environment has none."""
+    ticks = int((folder / "stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK") < EXEC_S
 
 
 def sweep(mark: str) -> int:
