@@ -11,9 +11,11 @@ from typing import Any, Protocol
 from prometheus_client import Counter
 
 from turnlog.infra.blobs import Blobs, externalize_payloads
+from turnlog.infra.code_version import code_version
 from turnlog.infra.log import Appender, Headers, Log, Record, Transactor, partition_of
+from turnlog.infra.redaction.redactor import Redactor
 from turnlog.infra.registry import Registry
-from turnlog.names import OUTPUT_TOKENS_HEADER, RECORD_HEADER, WRITER_HEADER
+from turnlog.names import CODE_HEADER, OUTPUT_TOKENS_HEADER, RECORD_HEADER, WRITER_HEADER
 from turnlog.schemas import LaterKind, OtherRegistry, UndecodableRecord, UnknownSchemaId
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import HEADER, Codec
@@ -22,10 +24,22 @@ from turnlog.schemas.ids import dead_letter_id
 from turnlog.schemas.topics import INLINE_LIMIT_BYTES, TOPIC_OF
 
 log = logging.getLogger(__name__)
+CODE_RECORDS = frozenset({
+    "RunConfigured", "RunPlanned", "RolloutRequested", "SessionStarted", "RewardAssigned", "RewardFailed",
+    "ToolCallStarted", "GroupScored", "SampleBatchFormed", "StepCompleted", "WeightVersionPublished",
+    "EngineRegistered",
+})  # fmt: skip
+"""Records whose header names the version of turnlog that wrote them: one or a few for each step on the way from a task
+to weights. The many records of turns and tokens repeat what these say."""
 
 
 class EventSink(Protocol):
     """Takes events that a runner or a sandbox worker writes."""
+
+    @property
+    def redactor(self) -> Redactor | None:
+        """Masks texts before they are stored; None if [redaction] is off."""
+        ...
 
     async def append(self, event: Event) -> tuple[int, int]:
         """Take an event, wait until it is durable, and return (partition, offset)."""
@@ -40,7 +54,8 @@ class EventLog:
     """Appends and decodes events of the catalogue.
 
     `writer` names the role and its instance in a header. With `blobs`, payloads that are too large for a record are
-    stored there first. Without `appender`, the log can only decode and transact.
+    stored there first. Without `appender`, the log can only decode and transact. With `redactor`, texts are masked
+    before a payload or a record is stored.
     """
 
     def __init__(
@@ -52,9 +67,11 @@ class EventLog:
         *,
         blobs: Blobs | None = None,
         appender: Appender | None = None,
+        redactor: Redactor | None = None,
     ) -> None:
         self.log = log
         self.codec = codec
+        self.redactor = redactor
         self._registry = registry
         self._writer = writer.encode()
         self._blobs = blobs
@@ -63,12 +80,24 @@ class EventLog:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, log: Log, registry: Registry, *, writer: str, blobs: Blobs | None = None
+        cls,
+        log: Log,
+        registry: Registry,
+        *,
+        writer: str,
+        blobs: Blobs | None = None,
+        redactor: Redactor | None = None,
     ) -> AsyncIterator[EventLog]:
         """Register every schema of the catalogue and start one producer. Raises SchemaIncompatible, LogUnavailable."""
         codec = Codec(await schema_ids(registry))
+        await asyncio.to_thread(code_version)  # git is asked once, and not while a record waits
         async with log.appender() as appender:
-            yield cls(log, registry, codec, writer, blobs=blobs, appender=appender)
+            yield cls(log, registry, codec, writer, blobs=blobs, appender=appender, redactor=redactor)
+
+    @property
+    def writable(self) -> bool:
+        """Whether events can be appended, unlike to an archive."""
+        return self._appender is not None
 
     async def append(self, event: Event) -> tuple[int, int]:
         """Append to the event's topic, wait for acks=all and return (partition, offset)."""
@@ -78,6 +107,8 @@ class EventLog:
         """Hand the event over, which fixes its order, and return an awaitable for the acknowledgement. Raises Oversized
         if the event is too large even without its payloads. Raises StoreUnavailable."""
         assert self._appender is not None
+        if self.redactor is not None:
+            event = await self.redactor.redact(event)
         if self._blobs is not None:
             event = await externalize_payloads(event, self._blobs)
         topic = TOPIC_OF[type(event).__name__]
@@ -100,6 +131,8 @@ class EventLog:
         """Begin a transaction and hand `events` over in order. Return the awaitables, each for (partition, offset),
         that must complete before the commit. `number` maps a key to a partition in topics with more than one. Raises as
         `transact`."""
+        if self.redactor is not None:
+            events = [self.redactor.event(event) for event in events]
         values = [self.codec.encode(event) for event in events]
         await transactor.begin()
         acks = []
@@ -111,9 +144,11 @@ class EventLog:
         return acks
 
     def headers(self, event: Event, *, output_tokens: int | None = None) -> Headers:
-        """Return the headers of an event's record: writer, record name, and the number of output tokens of a
-        snapshot."""
+        """Return the headers of an event's record: writer, record name, the version of turnlog for CODE_RECORDS, and
+        the number of output tokens of a snapshot."""
         headers = [(WRITER_HEADER, self._writer), (RECORD_HEADER, type(event).__name__.encode())]
+        if type(event).__name__ in CODE_RECORDS:
+            headers.append((CODE_HEADER, code_version().encode()))
         if isinstance(event, TokenSnapshot):
             count = sampled_tokens(event) if output_tokens is None else output_tokens
             headers.append((OUTPUT_TOKENS_HEADER, str(count).encode()))

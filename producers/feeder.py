@@ -303,6 +303,8 @@ class Feeder:
                 limits=self._limits,
                 min_weight_version=group.version,
             )
+            if (redactor := self._role.events.redactor) is not None:  # before a large task becomes a blob
+                request = await redactor.redact(request)
             requests.append(await externalize_payloads(request, self._role.blobs))
         return requests
 

@@ -29,6 +29,7 @@ import aiohttp
 import orjson
 
 from turnlog.infra.environments.episodes import Message
+from turnlog.infra.environments.sources import packages_of
 from turnlog.infra.environments.tasks import Task
 from turnlog.infra.environments.tools import versions
 from turnlog.infra.roles import Unreachable
@@ -64,18 +65,18 @@ class Environments:
         """Result by everything of a task that it depends on."""
         self._turn = asyncio.Lock()
 
-    async def of(self, task: Task) -> Environment:
-        """Return the Environment for SessionStarted. Values that the task itself states are kept. Raises UnknownTool,
-        ToolOfferError."""
-        key = repr((task.environment, task.call_sandbox, task.workspace, task.sandbox_tools))
+    async def of(self, task: Task, recipe: str = "") -> Environment:
+        """Return the Environment for SessionStarted of a task of this source. Values that the task itself states are
+        kept. Raises UnknownTool, ToolOfferError, RecipeError."""
+        key = repr((recipe, task.environment, task.call_sandbox, task.workspace, task.sandbox_tools))
         async with self._turn:
             if key not in self._known:
                 if len(self._known) >= MOST_ENVIRONMENTS:
                     self._known.clear()
-                self._known[key] = await self._describe(task)
+                self._known[key] = await self._describe(task, recipe)
             return self._known[key]
 
-    async def _describe(self, task: Task) -> Environment:
+    async def _describe(self, task: Task, recipe: str) -> Environment:
         stated, spec, workspace = task.environment, task.call_sandbox, task.workspace
         return dataclasses.replace(
             stated,
@@ -84,6 +85,7 @@ class Environments:
             root_sha256=stated.root_sha256 or await self._root(stated.name, spec),
             policy_sha256=stated.policy_sha256 or policy_sha256(spec, self._settings.egress),
             tools=stated.tools or await asyncio.to_thread(versions, task.sandbox_tools),
+            packages=stated.packages or (await asyncio.to_thread(packages_of, recipe) if recipe else {}),
         )
 
     async def _root(self, name: str, spec: SandboxSpec) -> str | None:
@@ -336,7 +338,7 @@ class GatewayClient:
         """Open the session of this attempt, or return the one that is open: idempotent per (rollout_id, attempt).
         Raises GatewayClientError, and UnknownTool or ToolOfferError if the environment names a tool that nothing offers
         here."""
-        environment = await self._environments.of(task)
+        environment = await self._environments.of(task, request.recipe)
         agent, limits = task.agent, {"max_context_tokens": request.limits.max_context_tokens}
         if agent is not None:  # the loop counts its own turns
             limits["max_turns"] = request.limits.max_turns

@@ -135,6 +135,7 @@ class CallRunner:
         settings = role.settings
         self._events = role.events
         self._blobs = role.blobs
+        self._redactor = role.events.redactor
         self._pools = pools
         self._scheduler = Scheduler(settings.sandbox, pools, egress=egress is not None)
         self._egress, self._settings = egress, settings
@@ -336,6 +337,9 @@ class CallRunner:
         if lost and pending.died:  # the interpreter existed until this call
             execution, lost = without_interpreter(execution), False
         execution, workspace = await self._store_files(lease, pending, placement, execution, lost=lost)
+        if (redactor := self._redactor) is not None:  # before a long output is stored and cut
+            masked = await asyncio.to_thread(redactor.output, execution.output, pending.request.call_seq)
+            execution = dataclasses.replace(execution, output=masked)
         return await self._store_output(execution, workspace, requests)
 
     async def _store_output(

@@ -31,7 +31,7 @@ from turnlog.infra.engines.kinds import Connect, connect_engine
 from turnlog.infra.log import LogError, TopicMissing
 from turnlog.infra.offers import load_methods
 from turnlog.infra.roles.ending import drain_s
-from turnlog.infra.roles.event_loop import LARGE_BODY
+from turnlog.infra.roles.event_loop import LARGE, LARGE_BODY
 from turnlog.infra.roles.health import (
     BodyTooLarge,
     QuietServer,
@@ -80,6 +80,7 @@ from turnlog.producers.gateway.planner import Planner
 from turnlog.producers.gateway.profiles import Harness, harness, is_player
 from turnlog.producers.gateway.prompts import Prompts, TextTokens
 from turnlog.producers.gateway.recovery import ConversationRecovery, SessionTail
+from turnlog.producers.gateway.redaction import RequestRedactor
 from turnlog.producers.gateway.requests import (
     Claims,
     OpenRequest,
@@ -206,6 +207,7 @@ class Gateway:
             vocabulary=tokens.vocabulary,
             keyed=settings.engine.update == "in_place",
         )
+        redactor = role.events.redactor
         sides = side_engines(shown.side_engines, settings.engine.kind, connect)
         return cls(
             role=role,
@@ -232,6 +234,7 @@ class Gateway:
                 sampler=sampler,
                 events=role.events,
                 blobs=role.blobs,
+                redaction=None if redactor is None else RequestRedactor(redactor, lambda: keys.first),
                 sides={
                     pattern: dataclasses.replace(sampler, engines=each, keyed=False, policy=False)
                     for pattern, each in sides.items()
@@ -391,9 +394,11 @@ class Gateway:
                 raise TooLarge(
                     f"the body holds more than {most:,} JSON values, which no prompt has room for: send fewer"
                 )
-            return dialect.request(body, session.conversation)
+            asked = dialect.request(body, session.conversation)
+            return asked if redaction is None else redaction.request(asked, session.conversation)
 
-        asked = await session.work(len(body), read, large=LARGE_BODY)
+        redaction = self.turns.redaction
+        asked = await session.work(len(body), read, large=LARGE_BODY if redaction is None else LARGE)
         return await self._with_images(asked, session) if asked.pictures else asked
 
     async def open(self, request: Request) -> Response:

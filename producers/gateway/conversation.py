@@ -35,7 +35,7 @@ from turnlog.producers.gateway.messages import (
     without_name,
 )
 from turnlog.schemas.events.turns import CUT_OFF, FinishReason, ImageRef, TokenSnapshot, TurnCompleted
-from turnlog.schemas.types import BlobRef, TurnId, pack_int32s
+from turnlog.schemas.types import BlobRef, TurnId, float32s, pack_int32s
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -285,6 +285,19 @@ def _link(above: MessageNode, one: Message) -> bytes:
     return hashlib.blake2b(above.chain + one.digest, digest_size=16).digest()
 
 
+class TurnAnswer(NamedTuple):
+    """A turn's answer as its client gets it."""
+
+    response: dict[str, Any]
+    """The assistant's message."""
+    ids: list[int]
+    """The sampled ids."""
+    logprobs: list[float]
+    """Log-probs of `ids` in nats; empty if they are not recorded."""
+    stopped_by: str | None
+    """The stop sequence that ended the answer."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class RecordedTurn:
     """A recorded turn. Its tokens, prompt then output, are the first `total` ids of the path to its node."""
@@ -324,6 +337,10 @@ class RecordedTurn:
     covered: bool = False
     """True if the routed experts of all its tokens are stored: its own, and those of every turn that it is stored
     against."""
+    redacted: bool = False
+    """True if its records withhold tokens. No turn is continued from it, and it answers no repeat."""
+    answer_told: TurnAnswer | None = None
+    """The answer that the client gets, if the records show less; unknown for turns of earlier ownership terms."""
     handed_over: bool = False
     """True if this gateway sent the turn's last byte to a client. Unknown for turns of earlier ownership terms."""
     continued: bool = False
@@ -380,6 +397,7 @@ class RecordedTurn:
             summary=completed.summary_turn,
             total=completed.prompt_tokens + completed.output_tokens,
             images=(*within(snapshot.base_len, parent.images if parent else ()), *snapshot.images),
+            redacted=snapshot.redacted,
             covered=snapshot.experts is not None and (parent is None or parent.covered),
         )
 
@@ -409,6 +427,13 @@ class RecordedTurn:
         asked = self.asked.message
         assert asked is not None
         return join_prefill(asked, self.response_raw)[1] if asked.role == "assistant" else self.response
+
+    @property
+    def told(self) -> TurnAnswer:
+        """The answer that the client gets, as far as this gateway knows it."""
+        if self.answer_told is not None:
+            return self.answer_told
+        return TurnAnswer(self.response_raw, self.output.tolist(), float32s(self.logprobs).tolist(), self.stopped_by)
 
     @property
     def last(self) -> int:
@@ -451,6 +476,8 @@ class Conversation:
         """All images of recorded turns, by sha256."""
         self.deleted: set[TurnId] = set()
         """Turns that a client deleted; this gateway no longer serves them."""
+        self.answered: set[bytes] = set()
+        """Digests of the recorded answers."""
         self._requested: dict[str, list[RecordedTurn]] = {}
         """Turns by the sha256 of the request's body."""
         self._covered = False
@@ -529,6 +556,7 @@ class Conversation:
             said.root_reason = turn.boundary_reason
         self.messages.answer(self._add_answer(said, turn), turn)
         self.turns[turn.id] = turn
+        self.answered.add(turn.answer.digest)
         self.shown |= {one.image.sha256: one.image for one in turn.images}
         self._covered = self._covered or turn.covered
         self._requested.setdefault(turn.request_sha256, []).append(turn)
@@ -562,7 +590,7 @@ class Conversation:
         """Return the completed turn that an identical body of the same agent requests again: no turn continues it, and
         this gateway has not delivered it. `path` is the agent's; None stands for any."""
         turns = [turn for turn in self._requested.get(request_sha256, ()) if path in (None, turn.agent_path)]
-        return next((one for one in reversed(turns) if one.whole and not one.continued and not one.handed_over), None)
+        return next((one for one in reversed(turns) if _answers_repeat(one)), None)
 
     def last_turns(self) -> dict[str, RecordedTurn]:
         """Return the newest completed turn of each agent that has a path."""
@@ -582,6 +610,10 @@ class Conversation:
             if turn.root.summary is not None or turn.root.asked is first.root.asked:
                 return turn
         return None
+
+
+def _answers_repeat(turn: RecordedTurn) -> bool:
+    return turn.whole and not turn.continued and not turn.handed_over and not turn.redacted
 
 
 def extend_hash(hashed: _Hash, ids: Ids | Sequence[int]) -> _Hash:

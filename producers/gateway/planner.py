@@ -132,7 +132,7 @@ class Planner:
         shown = tuple(EngineImage(request.images[one.image.sha256].url, one.position, one.tokens) for one in images)
         return TurnPlan(
             base, kept, ids, known, images, shown, boundary, reason, tools_sha256, limit, agent_path, grammar, policy,
-            quoted_summary(conversation.turns, request.messages, agent_path) if base is None else None, stored,
+            quoted_summary(conversation.turns, request.recorded.messages, agent_path) if base is None else None, stored,
         )  # fmt: skip
 
     def _check_tools(self, request: TurnRequest, *, trains: bool) -> None:
@@ -239,10 +239,13 @@ class Planner:
 
         def find_base() -> tuple[RecordedTurn | None, int, str, str]:
             self._check_length(request, window)
-            base, kept = conversation.base_of(request.messages, request.base, path)
-            tools_sha256 = tools_digest(request.tools)
-            reason = "" if base is not None else conversation.reason_of_root(request.messages)
-            if base is not None and base.tools_sha256 != tools_sha256:
+            known = request.recorded.messages
+            base, kept = conversation.base_of(known, request.base, path)
+            tools_sha256 = tools_digest(request.recorded.tools)
+            reason = "" if base is not None else conversation.reason_of_root(known)
+            if base is not None and base.redacted:
+                reason = "redacted"
+            elif base is not None and base.tools_sha256 != tools_sha256:
                 reason = "tools_changed"
             return base, kept, tools_sha256, reason
 

@@ -324,14 +324,28 @@ def _environment(values: dict[str, Any]) -> Environment:
         data_snapshot=typed_field(values, "data_snapshot", str, None),
         root_sha256=typed_field(values, "root_sha256", str, None),
         policy_sha256=typed_field(values, "policy_sha256", str, None),
-        tools=_versions(typed_field(values, "tools", dict, {})),
+        tools=_versions(values, "tools"),
+        packages=_versions(values, "packages"),
+        hidden=_paths(typed_field(values, "hidden", list, [])),
     )
 
 
-def _versions(values: dict[str, Any]) -> dict[str, str]:
-    if not all(isinstance(version, str) for version in values.values()):
-        raise BadRequest("environment.tools must map names to versions", param="environment")
-    return dict(values)
+MOST_HIDDEN = 256
+"""Maximum number of hidden paths of a session; detectors compare each with every path that its agent names."""
+
+
+def _paths(values: list[Any]) -> tuple[str, ...]:
+    if len(values) > MOST_HIDDEN or not all(isinstance(path, str) and path.strip("/") for path in values):
+        says = f"environment.hidden must list at most {MOST_HIDDEN} files and folders"
+        raise BadRequest(says, param="environment")
+    return tuple(values)
+
+
+def _versions(values: dict[str, Any], field: str) -> dict[str, str]:
+    named = typed_field(values, field, dict, {})
+    if not all(isinstance(version, str) for version in named.values()):
+        raise BadRequest(f"environment.{field} must map names to versions", param="environment")
+    return dict(named)
 
 
 def _sampling(values: dict[str, Any], fallback: Sampling) -> Sampling:

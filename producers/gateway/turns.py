@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,7 @@ from turnlog.infra.blobs import BlobError, Blobs, externalize_payloads
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import LogError
 from turnlog.processors.core.experts import MEDIA_TYPE, pack_experts
-from turnlog.producers.gateway.conversation import RecordedTurn, extend_hash
+from turnlog.producers.gateway.conversation import RecordedTurn, TurnAnswer, extend_hash
 from turnlog.producers.gateway.dialects.dialect import TurnRequest
 from turnlog.producers.gateway.engines import SECONDS, Draft, Sampler, WeightRequirement
 from turnlog.producers.gateway.errors import GatewayError, NotRecorded, TurnsSpent
@@ -27,11 +27,12 @@ from turnlog.producers.gateway.messages import id_of_call, response_of, system_d
 from turnlog.producers.gateway.parsers.parser import OutputParser, Part, Reasoning, certain, cut_at_stop
 from turnlog.producers.gateway.planner import Planner, TurnPlan
 from turnlog.producers.gateway.prompts import Prompts, TextStream
+from turnlog.producers.gateway.redaction import RequestRedactor, withhold_output, withhold_prompt
 from turnlog.producers.gateway.requests import Claims
 from turnlog.producers.gateway.sessions import GatewaySession, Running
 from turnlog.schemas.events.turns import CUT_OFF, ExpertsLayout, FinishReason, TokenSnapshot, TurnCompleted
 from turnlog.schemas.ids import turn_event_id
-from turnlog.schemas.types import BlobRef, TurnId, pack_float32s, pack_int32s
+from turnlog.schemas.types import BlobRef, TurnId, float32s, pack_float32s, pack_int32s
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -56,6 +57,8 @@ class AdmittedTurn(NamedTuple):
     id: TurnId
     traceparent: str = ""
     """Value of TurnCompleted.traceparent."""
+    redacted: bool = False
+    """True if the records withhold tokens."""
 
 
 class RenderedOutput(NamedTuple):
@@ -87,7 +90,7 @@ def build_records(
 ) -> tuple[TurnCompleted, TokenSnapshot, RecordedTurn]:
     """Return both records of a sampled turn, and the turn for the conversation. `gone`: every client has disconnected;
     `now`: event-loop time."""
-    request, plan = turn.request, turn.plan
+    request, plan = turn.request.recorded, turn.plan
     raw = request.raw[plan.kept :]
     new_raw = [by_reference(one) for one in raw] if plan.images else raw
     completed = _build_completed(turn, draft, said, new_raw, gone=gone, now=now)
@@ -109,8 +112,8 @@ def _build_completed(
     admitted: AdmittedTurn, draft: Draft, said: RenderedOutput, new_raw: list[Any], *, gone: bool, now: float
 ) -> TurnCompleted:
     """Build the record that people and dashboards read."""
-    session, request, plan, turn, traceparent = admitted
-    started = session.started
+    session, plan, turn = admitted.session, admitted.plan, admitted.id
+    request, started = admitted.request.recorded, session.started
     first, last = draft.versions()
     other_tools = plan.base is None or plan.base.tools_sha256 != plan.tools_sha256
     changed = request.messages[plan.kept - 1].changed if plan.base else None
@@ -146,7 +149,7 @@ def _build_completed(
         total_s=now - draft.started,
         waited_s=max(0.0, now - draft.started - draft.served_s),
         engine_id=draft.engine_id,
-        traceparent=traceparent,
+        traceparent=admitted.traceparent,
         summary_turn=plan.summary,
     )
 
@@ -155,7 +158,7 @@ def _snapshot(admitted: AdmittedTurn, draft: Draft, stored: TurnStorage) -> Toke
     """Build the record that training reads: the delta to the storage parent, and what the policy sampled. The output of
     an auxiliary model is appended to the delta as context, so that it has no weight version and trains under no
     setting."""
-    session, _, plan, turn, _ = admitted
+    session, plan, turn = admitted.session, admitted.plan, admitted.id
     started, prompt = session.started, stored.prompt
     delta = plan.prompt[stored.base_len :]
     sampled = draft
@@ -184,6 +187,7 @@ def _snapshot(admitted: AdmittedTurn, draft: Draft, stored: TurnStorage) -> Toke
         experts_layout=stored.layout,
         images=tuple(image for image in plan.images if image.position + image.tokens > stored.base_len),
         constrained=plan.policy and plan.grammar is not None,
+        redacted=admitted.redacted,
     )
 
 
@@ -202,6 +206,8 @@ class Turns:
     sampler: Sampler
     events: EventLog
     blobs: Blobs
+    redaction: RequestRedactor | None = None
+    """Masks what records must not show; None if redaction is off."""
     sides: Mapping[str, Sampler] = field(default_factory=dict)
     """Samplers of auxiliary models, by the pattern of the model names that they serve."""
 
@@ -281,18 +287,24 @@ class Turns:
     ) -> RecordedTurn:
         """Store blobs, write both records, and add the turn to the conversation once both are acknowledged. Raises
         NotRecorded."""
-        session, request, plan = admitted.session, admitted.request, admitted.plan
-        said = self._parse_output(admitted, draft)
+        told, sampled = self._parse_output(admitted, draft), draft
+        admitted, draft, said = self._redact(admitted, draft, told)
+        session, request, plan = admitted.session, admitted.request.recorded, admitted.plan
         with RECORD_S.time():
             try:
-                stored = await self._store_experts(session, plan, draft, experts)
+                stored = await self._store_experts(session, plan, draft, None if admitted.redacted else experts)
                 gone, now = running.gone.is_set(), asyncio.get_running_loop().time()
-                *records, turn = build_records(admitted, draft, said, stored, gone=gone, now=now)
+                completed, snapshot, turn = build_records(admitted, draft, said, stored, gone=gone, now=now)
+                records = [self._with_counts(completed), snapshot]
                 kept = [await externalize_payloads(event, self.blobs) for event in records]
                 await asyncio.gather(*[await self.events.submit(event) for event in kept])
             except (LogError, BlobError) as error:
                 raise NotRecorded(f"the turn could not be recorded: {error}") from error
-        running.parts = said.parts
+        running.parts = told.parts
+        if admitted.redacted:
+            turn.answer_told = TurnAnswer(
+                told.response, sampled.ids, float32s(pack_float32s(sampled.logprobs)).tolist(), told.stopped_by
+            )
         session.conversation.record(turn, plan.prompt[plan.known.depth :], draft.ids, plan.known)
         for member in (request.messages[plan.kept - 1].changed if plan.base else None) or ():
             CHANGED.labels(member).inc()
@@ -301,6 +313,27 @@ class Turns:
         OUTPUT_TOKENS.inc(len(draft.ids))
         CACHED_TOKENS.inc(draft.cached_tokens)
         return turn
+
+    def _redact(
+        self, admitted: AdmittedTurn, draft: Draft, said: RenderedOutput
+    ) -> tuple[AdmittedTurn, Draft, RenderedOutput]:
+        """Return the turn as records may show it. Where they may not show a text, they show none of its tokens."""
+        if self.redaction is None:
+            return admitted, draft, said
+        response = self.redaction.response(admitted.request, said.response)
+        stopped_by = self.redaction.stop(admitted.request, said.stopped_by)
+        plan, seen = admitted.plan, admitted.request.record is not None
+        sampled = (response, stopped_by) != (said.response, said.stopped_by)
+        if not seen and not sampled and not self.redaction.shows_secret(self.prompts.tokens.decode(draft.ids)):
+            return admitted, draft, said
+        shown = admitted._replace(plan=withhold_prompt(plan) if seen else plan, redacted=True)
+        return shown, withhold_output(draft), said._replace(response=response, stopped_by=stopped_by)
+
+    def _with_counts(self, completed: TurnCompleted) -> TurnCompleted:
+        """Return the record with its number of masked places."""
+        if self.redaction is None:
+            return completed
+        return replace(completed, redacted=self.redaction.counts(completed))
 
     async def _store_experts(
         self, session: GatewaySession, plan: TurnPlan, draft: Draft, experts: TurnRows | None

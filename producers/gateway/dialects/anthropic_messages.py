@@ -330,7 +330,7 @@ class AnthropicMessage:
     """Thinking in the open block."""
 
     def whole(self, turn: RecordedTurn) -> bytes:
-        content = [self._block(part) for part in parts_of(turn.response_raw)]
+        content = [self._block(part) for part in parts_of(turn.told.response)]
         return orjson.dumps(
             {
                 **self._envelope(content),
@@ -411,7 +411,7 @@ def _input(call: ParsedCall) -> bytes:
 
 def _stop_fields(turn: RecordedTurn) -> dict[str, Any]:
     if turn.finish_reason is FinishReason.stop and turn.stopped_by is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": turn.stopped_by}
+        return {"stop_reason": "stop_sequence", "stop_sequence": turn.told.stopped_by}
     return {"stop_reason": STOPPED[turn.finish_reason], "stop_sequence": None}
 
 

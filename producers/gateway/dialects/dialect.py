@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import Message as Sent
 from starlette.types import Receive, Scope, Send
 
+from turnlog.infra.redaction.masking import Masker
 from turnlog.producers.gateway.conversation import Conversation, RecordedTurn
 from turnlog.producers.gateway.errors import ERRORS, BadRequest, GatewayError, SessionEnded
 from turnlog.producers.gateway.images import Admitted, MessageImage
@@ -28,7 +29,7 @@ from turnlog.producers.gateway.messages import Message, parts_of
 from turnlog.producers.gateway.parsers.parser import ParsedCall, Part, Reasoning, Text
 from turnlog.producers.gateway.prompts import UNKNOWN
 from turnlog.producers.gateway.sessions import GatewaySession, Running
-from turnlog.schemas.types import TurnId, float32s
+from turnlog.schemas.types import TurnId
 
 IGNORED = Counter("turnlog_gateway_ignored_fields", "Request fields that were not honoured", ("field",))
 
@@ -117,6 +118,15 @@ class TurnRequest:
     """Size of the body in bytes."""
     images: Mapping[str, Admitted] = field(default_factory=dict)
     """Images by sha256, once they are in the store."""
+    record: TurnRequest | None = None
+    """The same request with its secrets masked, where the engine sees more than records may hold; else None."""
+    masker: Masker | None = None
+    """Masker of the request and of its answer; None if redaction is off."""
+
+    @property
+    def recorded(self) -> TurnRequest:
+        """The request as records hold it and as conversations know it."""
+        return self.record or self
 
     @property
     def pictures(self) -> list[MessageImage]:
@@ -269,7 +279,7 @@ class TurnResponse(Response):
             await send(_body(self._answer.error_events(error), last=True))
             return
         if turn is not None:
-            rest = unsent.of(parts_of(turn.response_raw) if running is None else running.parts)
+            rest = unsent.of(parts_of(turn.told.response) if running is None else running.parts)
             last = [*map(self._answer.part, rest), self._answer.ending(turn)]
             await send(_body(b"".join(last), last=True))
             turn.handed_over |= not left.is_set()
@@ -336,7 +346,7 @@ def about(session_id: str, turn: RecordedTurn) -> dict[str, Any]:
         "epoch": turn.id.epoch,
         "index": turn.id.index,
         "finish_reason": turn.finish_reason.value,
-        "stopped_by": turn.stopped_by,
+        "stopped_by": turn.told.stopped_by,
         "weight_version_first": turn.versions[0],
         "weight_version_last": turn.versions[1],
         "own_s": turn.own_s,
@@ -347,7 +357,8 @@ def logprobs_of(turn: RecordedTurn, decode: Callable[[Sequence[int]], str]) -> l
     """Return the log-prob of every sampled token as recorded, in the format that OpenAI's APIs share. An auxiliary
     model's are not recorded."""
     content = []
-    for token, logprob in zip(turn.output.tolist(), float32s(turn.logprobs).tolist(), strict=bool(turn.logprobs)):
+    told = turn.told
+    for token, logprob in zip(told.ids, told.logprobs, strict=bool(told.logprobs)):
         text = decode([token])
         data = None if UNKNOWN in text else list(text.encode())  # a part of a character has no text of its own
         content.append({"token": text, "logprob": logprob, "bytes": data, "top_logprobs": []})

@@ -137,12 +137,12 @@ class ChatCompletion:
     def whole(self, turn: RecordedTurn) -> bytes:
         choice = {
             "index": 0,
-            "message": turn.response_raw,
+            "message": turn.told.response,
             "logprobs": self._logprobs(turn),
             "finish_reason": SHOWN[turn.finish_reason],
         }
         if self.request.token_ids:
-            choice["token_ids"] = turn.output.tolist()
+            choice["token_ids"] = list(turn.told.ids)
         return orjson.dumps(
             {
                 **self._envelope("chat.completion"),
@@ -170,7 +170,7 @@ class ChatCompletion:
         if self.request.logprobs:
             last["logprobs"] = self._logprobs(turn)
         if self.request.token_ids:
-            last["token_ids"] = turn.output.tolist()
+            last["token_ids"] = list(turn.told.ids)
         parts.append(self._chunk({}, last, turnlog=about(self.session_id, turn)))
         if self.request.include_usage:
             parts.append(self._chunk(None, usage=_usage(turn)))

@@ -425,7 +425,7 @@ class ResponseAnswer:
 
     def output(self, turn: RecordedTurn) -> Iterator[dict[str, Any]]:
         """Yield the output items as recorded."""
-        said = turn.response_raw
+        said = turn.told.response
         calls = said.get("tool_calls") or ()
         if thought := said.get("reasoning_content"):
             yield self._reasoning(thought, "completed")

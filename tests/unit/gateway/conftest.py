@@ -22,6 +22,7 @@ from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.engines.kinds import Connect
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Appender, Log, LogUnavailable, Partition, Reader, TopicSpec
+from turnlog.infra.redaction.redactor import Redactor
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.http_clients import direct
@@ -169,7 +170,10 @@ class Rig:
         """Start a gateway and make it the one that requests go to; closing the stack stops it."""
         stack = await self._stack.enter_async_context(AsyncExitStack())
         self.held = log = HeldLog(self.memory.broker)
-        self.events = await stack.enter_async_context(EventLog.open(log, self.registry, writer=instance))
+        redactor = Redactor.of(self.settings)
+        self.events = await stack.enter_async_context(
+            EventLog.open(log, self.registry, writer=instance, redactor=redactor)
+        )
         role = Role("gateway", instance, self.settings, log, self.events, self.blobs, Health("gateway"))
         listener = stack.enter_context(contextlib.closing(listening("127.0.0.1", 0, "[gateway] port")))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
