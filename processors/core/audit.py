@@ -294,7 +294,10 @@ class GroupRecords:
             return MaskReason.late
         if session in self._worth():
             return None
-        return MaskReason.refused if self._is_rejected(session) else MaskReason.excluded_outcome
+        if self._is_rejected(session):
+            return MaskReason.refused
+        reasons = (one.excluded_reason for one in self.score.rollouts if one.session_id == session)
+        return MaskReason.flagged if MaskReason.flagged.value in reasons else MaskReason.excluded_outcome
 
     def _is_rejected(self, session: str) -> bool:
         """Whether the session was rejected, by the session fold or because a record of a turn that it names was

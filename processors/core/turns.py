@@ -127,6 +127,8 @@ class TurnTokenDelta:
     """Every image in the prompt, ordered by position."""
     constrained: bool
     """True if a grammar constrained the choice of tokens."""
+    redacted: bool
+    """True if the record withholds ids that the engine saw."""
     hashed_base: _Hash
     """sha256 over the little-endian bytes of S[:base_len]."""
     hashed: _Hash
@@ -228,7 +230,7 @@ def tokens(event: TokenSnapshot, offset: int, parent: TurnTokenDelta | None) -> 
     return TurnTokenDelta(
         offset, parent, base_len, delta, output, logprobs, event.version_spans, event.temperature,
         event.logprob_kind, event.prompt_sha256, event.experts, event.experts_layout, images,
-        event.constrained,
+        event.constrained, event.redacted,
         hashed_base, hashed, prompt_len, length,
     )  # fmt: skip
 

@@ -108,7 +108,7 @@ def assembler_plan(run: Configured, settings: AssemblerSettings) -> AssemblerPla
         run_id=run.run_id,
         fold=run.name,
         factory=lambda group_id, floor: GroupFold(group_id, floor, rules),
-        messages=rules.cutting.needs_messages,
+        messages=rules.needs_messages,
         horizon_records=rules.horizon_records,
         commit_interval_s=settings.commit_interval_s,
     )

@@ -240,6 +240,7 @@ OPEN_SPAN = Gauge("turnlog_assembler_open_span_bytes", "Bytes that a restart fol
 SESSIONS = Counter("turnlog_recipe_sessions", "Sessions that settled", ["recipe", "outcome"])
 REWARD = Summary("turnlog_recipe_reward", "Rewards of sessions that settled", ["recipe"])
 PASSED = Counter("turnlog_recipe_passed", "Sessions that settled with a reward of at least 1", ["recipe"])
+EXCLUDED = Counter("turnlog_cheating_excluded", "Sessions that a detector keeps out of training", ["detector"])
 OUTPUT = Summary("turnlog_recipe_output_tokens", "Output tokens of sessions that settled", ["recipe"])
 READ_S, FOLD_S, COMMIT_S = (STAGE_S.labels("assembler", stage) for stage in ("read", "fold", "commit"))
 REFOLD_SECONDS = Gauge(
@@ -466,6 +467,8 @@ def _count(event: Event, recipes: dict[str, str]) -> None:
     if isinstance(event, GroupScored):
         books = event.books
         count_tokens("group", sampled=books.sampled, trained=books.trained, masked=books.masked)
+        for flag in (flag for rollout in event.rollouts for flag in rollout.flags):
+            EXCLUDED.labels(flag).inc()
     elif isinstance(event, TurnTreeAssembled) and (recipe := recipes.pop(event.session_id, None)) is not None:
         SESSIONS.labels(recipe, event.outcome.value).inc()
         OUTPUT.labels(recipe).observe(event.books.sampled)

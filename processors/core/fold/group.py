@@ -7,9 +7,11 @@ the same outputs, and repeated records change nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from turnlog.processors.core.cheating.actions import TurnText, turn_text
 from turnlog.processors.core.errors import FoldError, MisplacedRecord
+from turnlog.processors.core.fold.flags import flags
 from turnlog.processors.core.fold.session import SessionRecords, SessionTree, assemble, named_turns, tree_event
 from turnlog.processors.core.fold.settlement import score
 from turnlog.processors.core.fold.spine import ControlStreamFold
@@ -42,6 +44,9 @@ class GroupFold:
         self._listens = rules.cutting.needs_messages
         self._dialogues: dict[str, Dialogues] = {}
         """Dialogues by session, if the trajectory rule needs messages."""
+        self._detects = bool(rules.detectors)
+        self._texts: dict[str, dict[TurnKey, TurnText]] = {}
+        """Messages of turns by session, if detectors of cheating exclude."""
         self._waiting: dict[str, set[Need]] = {}
         """Settled session -> records that it still needs; in order of settlement."""
         self._trees: dict[str, SessionTree] = {}
@@ -88,6 +93,8 @@ class GroupFold:
         if kind is not DATA.get(topic):
             raise MisplacedRecord(f"{topic} offset {offset}", f"holds a {kind.__name__}", "write it to its topic")
         records = self._of(event.session_id)
+        if self._detects and kind is TurnCompleted:
+            self._texts.setdefault(event.session_id, {}).setdefault(key_of(event.turn), turn_text(event))
         try:
             if kind is TokenSnapshot:
                 records.add_snapshot(offset, event)
@@ -144,6 +151,8 @@ class GroupFold:
             del self._waiting[session_id]
             dialogues = self._dialogues.get(session_id)
             tree = assemble(self._spine.sessions[session_id], self._of(session_id), self._rules, dialogues)
+            if self._detects:
+                tree = replace(tree, flags=flags(tree, self._texts.pop(session_id, {}), self._rules))
             self._trees[session_id] = tree
             outputs.append(tree_event(self.group_id, tree, self._rules))
         if self._spine.members is not None and not self._waiting:

@@ -71,6 +71,8 @@ class SessionTree:
     """Roles that the session plays, by name: each is a trajectory with a reward and an advantage of its own. ("",) if
     the session is one trajectory.
     """
+    flags: tuple[str, ...] = ()
+    """Names of the detectors of cheating that flagged the session, sorted. A flagged session does not train."""
 
     def role_of(self, order: int) -> str:
         """Return the role to which a turn belongs; one that is not in `roles` trains nowhere."""
@@ -182,8 +184,8 @@ def _turn(records: SessionRecords, dialogues: Dialogues | None, turn: TurnId, ke
 def _masked_turns(
     outcome: Outcome, turns: Sequence[Turn], tree: Lineages, segments: Segments, rules: FoldRules
 ) -> dict[int, MaskReason]:
-    """Return the turns of segments that the settings keep as context, or whose log-probs are not those of the sampling
-    distribution.
+    """Return the turns of segments that the settings keep as context, whose log-probs are not those of the sampling
+    distribution, or that share a row with withheld tokens.
     """
     trains = {SUB_AGENT: rules.train_sub_agents, SIDE_CALL: rules.train_side_calls}
     reasons: dict[int, MaskReason] = {}
@@ -196,6 +198,9 @@ def _masked_turns(
             reasons[lineage] = MaskReason.compaction
     kept = [order for run in segments.runs for order in run]
     masked = {order: reasons[tree.of[order]] for order in kept if tree.of[order] in reasons} if reasons else {}
+    for run in segments.runs:
+        if any(turns[order].tokens.redacted for order in run):  # no row holds ids that no engine saw
+            masked |= dict.fromkeys(run, MaskReason.redacted)
     if kept and outcome is Outcome.truncated and rules.truncated == "mask_last_turn":
         masked.setdefault(max(kept), MaskReason.excluded_outcome)
     return masked | {order: MaskReason.constrained for order in kept if turns[order].tokens.constrained}

@@ -5,7 +5,7 @@ A sample holds, for one segment, its token ids, spans by (turn, version), log-pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -239,6 +239,7 @@ def score(
     status, reason = _decide([role.settlement for role in roles.values()])
     outputs: list[Event] = [sample for tree in members for sample in samples(group_id, tree, worth, rules)]
     shared = roles[""].settlement.advantages if list(roles) == [""] else None
+    flagged = {tree.session.session_id for tree in members if session_exclusion(tree, rules) == MaskReason.flagged}
     scored = GroupScored(
         event_id=digest("GroupScored", group_id),
         run_id=rules.run_id,
@@ -253,12 +254,13 @@ def score(
         status=status,
         reason=reason,
         samples=len(outputs),
-        books=_books(group_id, records, trees, partial(_final, worth, status, rules), status),
+        books=_books(group_id, records, trees, partial(_final, worth, flagged, status, rules), status),
         fold_version=rules.version.name,
         settings_sha256=rules.settings_sha256,
         group_filters=tuple(chosen.label for chosen in rules.filters),
         reward_transforms=tuple(chosen.label for chosen in rules.transforms),
         roles=() if list(roles) == [""] else tuple(role.score() for role in roles.values()),
+        detectors=tuple(one.label for one in rules.detectors),
     )
     return [*outputs, scored]
 
@@ -343,6 +345,7 @@ def _rollout_score(tree: SessionTree, worth: Worth, rules: FoldRules) -> Rollout
         advantage=_mean(one.advantage for one in found),
         excluded_reason=None if None in reasons else reasons[0],
         players=() if tree.roles == WHOLE else tuple(found),
+        flags=tree.flags,
     )
 
 
@@ -392,16 +395,19 @@ def _books(
 
 
 def _final(
-    worth: Worth, status: GroupStatus, rules: FoldRules, tree: SessionTree, reason: MaskReason | None, role: str | None
-) -> MaskReason | None:
-    """Return the final mask reason of one turn's tokens; None if they are trained."""
+    worth: Worth, flagged: Set[str], status: GroupStatus, rules: FoldRules, tree: SessionTree,
+    reason: MaskReason | None, role: str | None,
+) -> MaskReason | None:  # fmt: skip
+    """Return the final mask reason of one turn's tokens; None if they are trained. `flagged` are the members that are
+    excluded because a detector of cheating flagged them.
+    """
     session_id = tree.session.session_id
     if status is not GroupStatus.trained:
         return MaskReason.discarded_group
     if tree.refused:
         return MaskReason.refused
     if not any((session_id, played) in worth for played in tree.roles):
-        return MaskReason.excluded_outcome
+        return MaskReason.flagged if session_id in flagged else MaskReason.excluded_outcome
     if reason is not None or role is None or (session_id, role) in worth:
         return reason
     return untrained_reason(exclusion_reason(tree, rules, role))

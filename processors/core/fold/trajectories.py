@@ -30,7 +30,7 @@ def session_exclusion(tree: SessionTree, rules: FoldRules) -> str | None:
         return MaskReason.refused.value
     if finish.outcome not in VALID or (finish.outcome is Outcome.truncated and rules.truncated == "exclude"):
         return finish.outcome.value
-    return None
+    return MaskReason.flagged.value if tree.flags else None
 
 
 def own_reward(tree: SessionTree, rules: FoldRules, role: str) -> float | None:

@@ -15,6 +15,8 @@ from typing import Any
 
 from turnlog.fold_settings import FOLD_SECTIONS, OWN, AssemblerSettings, BatcherSettings, FoldSettings, Since
 from turnlog.names import EntryPointGroup
+from turnlog.processors.core.cheating.detectors import ACROSS, CheatDetector
+from turnlog.processors.core.cheating.detectors import by_name as cheat_detectors
 from turnlog.processors.core.errors import BrokenMethod
 from turnlog.processors.core.fold_versions import FOLD_VERSION, fold_version
 from turnlog.processors.core.methods.estimators import (
@@ -31,7 +33,7 @@ from turnlog.processors.core.methods.segments import PolicyOptions
 from turnlog.setting_types import SettingsError, notes, value_of
 from turnlog.settings import Settings, declarations, recorded_keys
 
-Method = Estimator | GroupFilter | RewardTransform
+Method = Estimator | GroupFilter | RewardTransform | CheatDetector
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class Methods:
     )
 
     policies: Policies = field(default_factory=Policies)
+    cheat_detectors: Mapping[str, CheatDetector] = field(default_factory=cheat_detectors)
 
     def estimator(self, name: str) -> Estimator:
         """Return the estimator that [fold] estimator names."""
@@ -115,6 +118,18 @@ class Methods:
             _check_count(self.reward_transforms[name], arguments, spec, "fold.reward_transforms")
             chosen.append(ChosenTransform(self.reward_transforms[name], arguments))
         return tuple(chosen)
+
+    def detectors(self, names: Sequence[str]) -> tuple[CheatDetector, ...]:
+        """Return the detectors that [fold] exclude_flagged names, each once and sorted by name."""
+        for name in names:
+            if name in ACROSS:
+                raise SettingsError(
+                    f"fold.exclude_flagged: {name} looks at several sessions, so what it finds depends on which it has "
+                    "seen: it reports, and cannot exclude (docs/cheating.md)"
+                )
+            if name not in self.cheat_detectors:
+                raise _unknown("fold.exclude_flagged", name, EntryPointGroup.CHEAT_DETECTORS, self.cheat_detectors)
+        return tuple(self.cheat_detectors[name] for name in sorted({*names}))
 
 
 BUILT_IN = Methods()
@@ -212,6 +227,10 @@ class FoldRules(PolicyOptions):
     train_sub_agents: bool = True
     train_side_calls: bool = False
     train_compactions: bool = True
+    exclude_flagged: tuple[str, ...] = ()
+    """Detectors of cheating whose flags exclude a session."""
+    flagged_above: float = 0.0
+    """Reward above which detectors of cheating look at a session."""
     horizon_records: int = DEFAULTS.assembler.horizon_records
     """[assembler] horizon_records: a group whose first record comes later after its admission is late (LowWater)."""
     methods: Methods = BUILT_IN
@@ -221,6 +240,16 @@ class FoldRules(PolicyOptions):
     def cutting(self) -> Policy:
         """The trajectory rule. Raises SettingsError if its name is unknown."""
         return self.methods.policies[self.policy]
+
+    @property
+    def detectors(self) -> tuple[CheatDetector, ...]:
+        """The detectors of cheating that exclude. Raises SettingsError for an unknown name."""
+        return self.methods.detectors(self.exclude_flagged)
+
+    @property
+    def needs_messages(self) -> bool:
+        """Whether the fold reads the messages of turns."""
+        return self.cutting.needs_messages or bool(self.exclude_flagged)
 
     @property
     def formula(self) -> Estimator:
@@ -327,3 +356,4 @@ def _check(rules: FoldRules) -> None:
     assert rules.formula is not None
     assert rules.filters is not None
     assert rules.transforms is not None
+    assert rules.detectors is not None

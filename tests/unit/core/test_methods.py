@@ -48,6 +48,7 @@ def test_the_settings_list_what_is_built_in():
     assert set(listed.pop("estimator")) == set(BUILT_IN.estimators)
     assert set(listed.pop("group_filters")) == set(BUILT_IN.group_filters)
     assert set(listed.pop("reward_transforms")) == set(BUILT_IN.reward_transforms)
+    assert set(listed.pop("exclude_flagged")) == set(BUILT_IN.cheat_detectors)
     assert not listed
 
 

@@ -159,6 +159,19 @@ def test_a_turn_that_a_grammar_held_is_context_and_never_trained(story, drawn):
     """)
 
 
+def test_a_row_with_withheld_tokens_is_dropped_and_the_row_after_it_trains(story, drawn):
+    s = story()
+    s.turn("a", 0, "sq", "A")
+    s.turn("a", 1, "sqAr", "--", base=0, redacted=True)
+    s.turn("a", 2, "smt", "C", base=1)  # the masked history, rendered anew
+    s.end("a", reward=1.0)
+    assert drawn(s.fold(RULES)) == picture("""
+        a0 main 0,1: (6 tokens)
+        a1* main 2: smt<C>
+        a 4 = 1 trained + 3 redacted
+    """)
+
+
 def test_a_root_with_mains_system_prompt_is_a_compaction_and_holds_the_anchor(story, drawn):
     s = story()
     s.turn("a", 0, "sq", "A")
