@@ -254,7 +254,8 @@ def _of_turn(
     if tree.refused:
         return MaskReason.refused.value
     if view.row.excluded is not None:
-        return MaskReason.excluded_outcome.value
+        flagged = view.row.excluded == MaskReason.flagged.value
+        return (MaskReason.flagged if flagged else MaskReason.excluded_outcome).value
     if key in named:
         reason = tree.masked.get(named[key])
         if reason is None and tree.roles != WHOLE:

@@ -23,8 +23,9 @@ from prometheus_client import Counter
 
 from turnlog import __version__
 from turnlog.consumers.index import BusyIndex, IndexBehind, LaterIndex, OtherIndex, failure, schema
+from turnlog.consumers.index.flags import NO_FLAGS, FlagRules, refresh_flags
 from turnlog.consumers.index.reader import path_of
-from turnlog.consumers.index.rows import IndexRows, Values, as_json
+from turnlog.consumers.index.rows import IndexRows, Values, as_json, origin_row
 from turnlog.consumers.index.schema import SCHEMA_VERSION, place_of, standing
 from turnlog.consumers.replay.source import recorded_run
 from turnlog.infra.archive import ArchiveLog
@@ -91,8 +92,11 @@ class _Group:
 class IndexWriter:
     """Writer of one index file. Not thread-safe."""
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, codec: Codec, version: FoldVersion) -> None:
+    def __init__(
+        self, path: Path, connection: sqlite3.Connection, codec: Codec, version: FoldVersion, rules: FlagRules
+    ) -> None:
         """Use `opened_writer` instead."""
+        self._rules = rules
         self._path, self.sql = path, connection
         self._codec = codec
         self._version = version
@@ -190,8 +194,10 @@ class IndexWriter:
                 group = touched[event.group_id] = self._group(event.group_id, before)
             self._fold_one(group, record, event, rows)
         folded = {event.session_id for _, event in events if hasattr(event, "session_id")}
-        sessions = ((group, name) for group in touched.values() for name in folded & group.spine.sessions.keys())
+        sessions = [(group, name) for group in touched.values() for name in folded & group.spine.sessions.keys()]
         self.sql.executemany(PUT_SESSION, [_session_row(*each) for each in sessions])
+        starts = (group.spine.sessions[name].started for group, name in sessions)
+        self.sql.executemany(PUT_ORIGIN, [origin_row(started) for started in starts if started is not None])
         self.sql.executemany(PUT_GROUP, [_group_row(group) for group in touched.values()])
         while len(self._groups) > HELD_GROUPS:
             del self._groups[next(iter(self._groups))]
@@ -236,6 +242,7 @@ class IndexWriter:
         for statement in REFRESH_SESSION:
             sql.executemany(statement, touched)
         sql.executemany(REFRESH_GROUP, [(group,) for group in groups])
+        refresh_flags(sql, self._codec, sorted(rows.heard), self._rules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,12 +255,12 @@ class _Step:
 def _session_row(group: _Group, name: str) -> Values:
     session, judged = group.spine.sessions[name], group.judged.get(name)
     started, finish = session.started, session.finish
-    task: Values = (None,) * 9
+    task: Values = (None,) * 10
     if started is not None:
         task = (
             started.rollout_id, started.rollout_index, started.attempt, started.task_id, started.recipe,
             started.purpose.value, f"{started.agent.name}/{started.agent.version}", started.model,
-            f"{started.environment.name}/{started.environment.version}",
+            f"{started.environment.name}/{started.environment.version}", origin_row(started)[0],
         )  # fmt: skip
     ended: Values = (None,) * 3 if finish is None else (finish.outcome.value, finish.reason, finish.final)
     verdict: Values = (None,) * 3
@@ -284,7 +291,8 @@ def _put(table: schema.Table, width: int) -> str:
     )
 
 
-PUT_SESSION = _put(schema.SESSIONS, 22)
+PUT_SESSION = _put(schema.SESSIONS, 23)
+PUT_ORIGIN = f"INSERT OR IGNORE INTO origins VALUES ({', '.join('?' * len(schema.ORIGINS.columns))})"
 PUT_GROUP = _put(schema.GROUPS, 8)
 MENTION_SESSION = "INSERT OR IGNORE INTO sessions (session_id, group_id, started_ms, settled) VALUES (?, ?, 0, 0)"
 MENTION_GROUP = "INSERT OR IGNORE INTO groups (group_id, sessions, started_ms) VALUES (?, 0, 0)"
@@ -301,6 +309,9 @@ REFRESH_SESSION = (
         SELECT count(*), coalesce(sum(output_tokens), 0), coalesce(max(prompt_tokens + output_tokens), 0),
             min(version_first), max(version_last)
         FROM turns_records t WHERE t.session_id = sessions.session_id AND t.counts),
+    engines = (
+        SELECT json_group_array(engine_id) FROM (SELECT DISTINCT engine_id FROM turns_records t
+        WHERE t.session_id = sessions.session_id AND t.counts ORDER BY engine_id)),
     (calls, failed_calls) = (
         SELECT count(*), count(CASE WHEN a.status <> 'ok' THEN 1 END) FROM tool_requests_records q
         LEFT JOIN tool_results_records a ON a.call_id = q.call_id AND a.counts
@@ -344,16 +355,19 @@ REFRESH_GROUP = """UPDATE groups SET
 
 
 @contextlib.contextmanager
-def opened_writer(path: Path, run_id: str, version: str, codec: Codec) -> Iterator[IndexWriter]:
-    """Open the index at `path` for writing, and create it if needed.
+def opened_writer(
+    path: Path, run_id: str, version: str, codec: Codec, rules: FlagRules = NO_FLAGS
+) -> Iterator[IndexWriter]:
+    """Open the index at `path` for writing, and create it if needed. `rules` say which sessions are flagged.
 
     Raises BusyIndex, LaterIndex, OtherIndex, DamagedIndex, IndexFull, UnknownFoldVersion.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     busy = BusyIndex(f"{path} is being written by another indexer")
     with lock_file(Path(f"{path}.lock"), busy), contextlib.closing(_connection(path, run_id)) as connection:
-        writer = IndexWriter(path, connection, codec, fold_version(version))
+        writer = IndexWriter(path, connection, codec, fold_version(version), rules)
         writer.about(fold_version=version, turnlog=__version__)
+        writer.about(detectors=as_json(rules.names), flagged_above=rules.above)
         yield writer
 
 
@@ -494,9 +508,11 @@ class Indexer:
 
 
 @contextlib.asynccontextmanager
-async def indexing(role: Role, path: Path, version: str, *, poll_records: int = POLL_RECORDS) -> AsyncIterator[Indexer]:
+async def indexing(
+    role: Role, path: Path, version: str, rules: FlagRules = NO_FLAGS, *, poll_records: int = POLL_RECORDS
+) -> AsyncIterator[Indexer]:
     """Open an indexer that reads a role's log into a file. Raises what `opened_writer` and `Indexer.open` raise."""
-    with opened_writer(path, role.settings.run.id, version, role.events.codec) as writer:
+    with opened_writer(path, role.settings.run.id, version, role.events.codec, rules) as writer:
         async with role.log.reader(patient=True) as reader:
             indexer = Indexer(role, writer, reader, poll_records=poll_records)
             await indexer.open()
@@ -509,7 +525,8 @@ async def main(role: Role) -> None:
     run = await load_configuration(role)
     if run is None:
         return
-    async with indexing(role, path_of(role.settings), run.fold_version) as indexer:
+    rules = FlagRules.of(role.settings, run)
+    async with indexing(role, path_of(role.settings), run.fold_version, rules) as indexer:
         await repeat(role, indexer.turn)
 
 
@@ -517,5 +534,5 @@ async def build(role: Role, path: Path) -> int:
     """Read up to the present end of the log, and return the number of records. Raises NothingToReplay, and what `main`
     raises."""
     run = await recorded_run(role)
-    async with indexing(role, path, run.fold_version) as indexer:
+    async with indexing(role, path, run.fold_version, FlagRules.of(role.settings, run)) as indexer:
         return await indexer.catch_up()

@@ -5,6 +5,7 @@ Anything that depends on several records is computed in indexer.py.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections import defaultdict
@@ -17,6 +18,7 @@ import orjson
 from turnlog.consumers.index import schema
 from turnlog.consumers.index.schema import Table, place_of
 from turnlog.infra.log import Record
+from turnlog.names import CODE_HEADER
 from turnlog.processors.core.views.progress import ANNOUNCED
 from turnlog.schemas import topics
 from turnlog.schemas.canonical import canonical_json
@@ -34,6 +36,7 @@ from turnlog.schemas.events import (
     SampleBatchFormed,
     SampleScored,
     SegmentSample,
+    SessionStarted,
     StepCompleted,
     TokenSnapshot,
     ToolCallCancelled,
@@ -66,6 +69,8 @@ class IndexRows:
     unread: list[Values] = field(default_factory=list)
     sessions: dict[str, str] = field(default_factory=dict)
     """Session -> group, for sessions whose sums change."""
+    heard: set[str] = field(default_factory=set)
+    """Sessions with a new record that detectors of cheating read."""
     groups: set[str] = field(default_factory=set)
     """Groups of which every session changes."""
     steps: set[int] = field(default_factory=set)
@@ -89,6 +94,8 @@ class IndexRows:
         session_id, group_id = getattr(event, "session_id", None), getattr(event, "group_id", None)
         if session_id is not None and group_id is not None:
             self.sessions[session_id] = group_id
+            if rows_of.table in (schema.SPINE, schema.TURNS, schema.RESULTS):
+                self.heard.add(session_id)
         match event:
             case GroupScored():
                 self.groups.add(event.group_id)
@@ -207,6 +214,17 @@ def _members(event: GroupScored) -> str:
     ])  # fmt: skip
 
 
+def origin_row(event: SessionStarted) -> Values:
+    """Return the row of table `origins` for a session: its key, and what the session ran on and with."""
+    env = event.environment
+    facts = (
+        event.recipe, f"{event.agent.name}/{event.agent.version}", f"{env.name}/{env.version}", env.image,
+        env.root_sha256, env.policy_sha256, as_json(env.packages), as_json(env.tools), event.tokenizer_sha256,
+        event.chat_template_sha256,
+    )  # fmt: skip
+    return hashlib.sha256(canonical_json(facts)).hexdigest()[:16], *facts
+
+
 class RowsOf(NamedTuple):
     """The rows of one record type, or of the records of one topic."""
 
@@ -215,19 +233,28 @@ class RowsOf(NamedTuple):
     """(place, record, event) -> place, event_id, time_ms and the columns of the table."""
 
 
+def _code(record: Record) -> str | None:
+    """Return the version of turnlog that wrote a record; None if the record does not name it."""
+    found = next((value for name, value in record.headers if name == CODE_HEADER), None)
+    return None if found is None else _text(found)
+
+
 Source = str | tuple[Callable[[Any], Any], str] | Callable[[Any], Any] | int | None
 """Source of a column: the path of an attribute of the event, (function, path) for the function's result of that
 attribute, a function of the event, or a constant."""
 
 
 def row_of(table: Table, **sources: Source) -> RowsOf:
-    """Return the rows of a record type. A column without a source is the event's attribute of its own name.
+    """Return the rows of a record type. A column without a source is the event's attribute of its own name; the column
+    `code` comes from the record's header.
 
     The function that makes them is generated, because rows are made for every record on the log.
     """
-    values, names = ["place", "event.event_id", "record.timestamp_ms"], dict[str, Any]()
+    values, names = ["place", "event.event_id", "record.timestamp_ms"], dict[str, Any](code_of=_code)
     for column in table.columns:
         match sources.pop(column.name, column.name):
+            case "code":
+                values.append("code_of(record)")
             case str(path):
                 values.append(f"event.{path}")
             case (function, path):
@@ -248,11 +275,12 @@ SESSION_EVENT = RowsOf(
     schema.SPINE,
     lambda place, record, event: (
         place, event.event_id, record.timestamp_ms, type(event).__name__, event.group_id,
-        getattr(event, "session_id", None), record.value,
+        getattr(event, "session_id", None), record.value, _code(record),
     ),
 )  # fmt: skip
 ENGINE_EVENT = row_of(
-    schema.ENGINES, kind=KIND, refused_version=lambda event: getattr(event, "refused_version", None),
+    schema.ENGINES, kind=KIND, engine_kind="kind",
+    refused_version=lambda event: getattr(event, "refused_version", None),
     cause=lambda event: getattr(event, "cause", None), message=lambda event: getattr(event, "message", None),
     seconds=lambda event: as_json(event.seconds) if isinstance(event, EngineWeightsLoaded) else None,
 )  # fmt: skip
@@ -262,9 +290,10 @@ BOOKS: dict[str, Source] = {
 }  # fmt: skip
 ROWS: Mapping[type, RowsOf] = {
     RunConfigured: row_of(
-        schema.RUNS, kind=KIND, settings=(_text, "settings"), draws=None, publish_every=None, phase=None
+        schema.RUNS, kind=KIND, settings=(_text, "settings"), draws=None, publish_every=None, phase=None,
+        parent=lambda event: event.parent and as_json(dataclasses.asdict(event.parent)),
     ),
-    RunPlanned: row_of(schema.RUNS, kind=KIND, settings=None, fold_version=None),
+    RunPlanned: row_of(schema.RUNS, kind=KIND, settings=None, fold_version=None, parent=None),
     RolloutRequested: row_of(
         schema.ROLLOUTS, dataset_row="index", purpose="purpose.value", task=(inline, "task")
     ),
@@ -272,6 +301,7 @@ ROWS: Mapping[type, RowsOf] = {
         schema.TURNS, epoch="turn.epoch", turn_index="turn.index",
         base_epoch=lambda event: event.base_turn and event.base_turn.epoch,
         base_index=lambda event: event.base_turn and event.base_turn.index,
+        redacted=lambda event: as_json(event.redacted) if event.redacted else None,
         messages=(inline, "new_messages"), response=(inline, "response"), tools=(inline, "tools"),
         finish_reason="finish_reason.value", version_first="weight_version_first", version_last="weight_version_last",
     ),
@@ -288,6 +318,9 @@ ROWS: Mapping[type, RowsOf] = {
         output_bytes=lambda event: len(event.output) if event.full_output is None else event.full_output.size,
         full_output=lambda event: event.full_output and event.full_output.sha256,
         refused_requests=lambda event: sum(each.source is EgressSource.refused for each in event.requests),
+        asked=lambda event: as_json(
+            [[each.method, each.url, each.status, each.source.value] for each in event.requests[:100]]
+        ),
     ),
     TurnTreeAssembled: row_of(
         schema.TREES, outcome="outcome.value", nodes=_nodes, segments=_segments,

@@ -14,7 +14,7 @@ from turnlog.infra.log import Partition
 from turnlog.schemas import topics
 from turnlog.schemas.topics import Topic
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 """Schema version in the file (PRAGMA user_version). Any change of a table needs a new version, and indexes are then
 rebuilt."""
 
@@ -123,9 +123,11 @@ RUNS = Table(
         run_id TEXT Of the run.
         settings TEXT JSON of RunConfigured: the settings that folds depend on.
         fold_version TEXT Of RunConfigured.
+        parent TEXT JSON of RunConfigured: the run and the checkpoint that a fork began from; null without one.
         draws INTEGER Of RunPlanned: draws to train.
         publish_every INTEGER Of RunPlanned.
         phase TEXT Of RunPlanned: running | paused | closed; empty leaves it.
+        code TEXT Version of turnlog that wrote the record; null in older records.
     """),
     topics.RUNS,
 )  # fmt: skip
@@ -145,6 +147,7 @@ ROLLOUTS = Table(
         purpose TEXT train | eval | other
         task TEXT The dataset row, JSON; null where it is large: it stands at the record's place.
         min_weight_version INTEGER None older may sample for it.
+        code TEXT As in runs: of the feeder.
     """),
     topics.TASKS, ("rollout_id",), (("group_id",),),
 )  # fmt: skip
@@ -155,8 +158,9 @@ SPINE = Table(
         group_id TEXT Its group.
         session_id TEXT Its session; null of GroupClosed and SkipRequested.
         value BLOB The record as it stands on the log.
+        code TEXT As in runs: of a gateway or runner; null of records that do not say it.
     """),
-    topics.SESSIONS, (), (("group_id",), ("session_id",)),
+    topics.SESSIONS, (), (("group_id",), ("session_id", "kind", "code")),
 )  # fmt: skip
 TURNS = Table(
     "turns", "Generations by the policy, as people read them; the first record of a turn counts.",
@@ -175,6 +179,7 @@ TURNS = Table(
         finish_reason TEXT stop | tool_calls | length | abort | error
         aborted INTEGER 1: the client was gone, or the engine failed, before the end.
         ill_formed_calls INTEGER Blocks that look like tool calls and are none.
+        redacted TEXT JSON: masked secrets in messages, tools and response by kind; null without any.
         prompt_tokens INTEGER Of the whole prompt.
         output_tokens INTEGER Sampled.
         reasoning_tokens INTEGER Of the output.
@@ -188,7 +193,7 @@ TURNS = Table(
         traceparent TEXT The agent's span that asked, 00-TRACE-SPAN-00; empty where the request named none.
     """),
     topics.TURNS, ("session_id", "epoch", "turn_index"),
-    (("group_id",), ("time_ms", "engine_id", "total_s", "queue_s", "counts")),
+    (("group_id",), ("time_ms", "engine_id", "total_s", "queue_s", "counts"), ("redacted",)),
 )  # fmt: skip
 SNAPSHOTS = Table(
     "snapshots", "Tokens of turns, by reference: ids and log-probs stand at the record's place.",
@@ -203,6 +208,7 @@ SNAPSHOTS = Table(
         boundary_reason TEXT Why.
         temperature REAL Of sampling.
         constrained INTEGER 1: an engine's grammar chose among the tokens.
+        redacted INTEGER 1: ids that would show secrets are withheld.
     """),
     topics.SNAPSHOTS, ("session_id", "epoch", "turn_index"), (),
 )  # fmt: skip
@@ -237,8 +243,9 @@ STARTS = Table(
         attempt INTEGER From 1.
         worker TEXT Which one.
         environment_sha256 TEXT Of what it runs in.
+        code TEXT As in runs: of the sandbox worker.
     """),
-    topics.TOOL_RESULTS, (), (("session_id",), ("call_id",)),
+    topics.TOOL_RESULTS, (), (("session_id", "code"), ("call_id",)),
 )  # fmt: skip
 RESULTS = Table(
     "tool_results", "Answers to calls; the first of a call counts.",
@@ -259,6 +266,7 @@ RESULTS = Table(
         cached INTEGER 1: a repeat of an answer that was on the log.
         requests INTEGER What it asked of the network.
         refused_requests INTEGER Of them, refused ones.
+        asked TEXT JSON: method, URL, status and source of its first 100 network requests.
     """),
     topics.TOOL_RESULTS, ("call_id",),
     (("session_id",), ("counts", "status", "reason"), ("duration_s", "place"), ("queue_s", "place"),
@@ -320,8 +328,9 @@ SCORES = Table(
         trained INTEGER Of them, those that nothing masks so far.
         masked TEXT JSON: reason -> tokens
         rollouts TEXT JSON: members by index: [{"session_id", "outcome", "reward", "advantage", "excluded", "players"?}]
+        code TEXT As in runs: of the assembler.
     """),
-    topics.SAMPLES, ("group_id",),
+    topics.SAMPLES, ("group_id",), (("group_id", "counts", "code"),),
 )  # fmt: skip
 SAMPLE_SCORES = Table(
     "sample_scores", "Samples that a teacher or a reference has scored.",
@@ -350,6 +359,7 @@ BATCHES = Table(
         trainer_version INTEGER That the trainer was to hold.
         max_lag INTEGER Among trained tokens.
         lags TEXT JSON: weight version -> lag
+        code TEXT As in runs: of the batcher.
     """),
     topics.BATCHES, ("batch_index",),
 )  # fmt: skip
@@ -376,6 +386,7 @@ STEPS = Table(
         seconds TEXT JSON: phase -> seconds
         metrics TEXT JSON: what the algorithm measured
         world_size INTEGER Ranks.
+        code TEXT As in runs: of the trainer.
     """),
     topics.STEPS, (), (("batch_index",),),
 )  # fmt: skip
@@ -394,6 +405,8 @@ VERSIONS = Table(
         state TEXT announced (no file holds it) | durable
         transport TEXT store | direct: engines loaded files, or training ranks sent them the tensors.
         stored_ms INTEGER Time of the second record, which names the files; null without one.
+        started_from TEXT Model folder of the weights before the first step; empty of others, and in older records.
+        code TEXT As in runs: of the trainer.
     """),
     topics.WEIGHTS, ("version",),
 )  # fmt: skip
@@ -402,6 +415,7 @@ ENGINES = Table(
     _columns("""
         kind TEXT Name of the record.
         engine_id TEXT Of the engine.
+        engine_kind TEXT sglang | vllm
         url TEXT Where it is.
         state TEXT starting | serving | draining | gone
         version INTEGER Served.
@@ -409,6 +423,7 @@ ENGINES = Table(
         cause TEXT Why it was refused, or is gone.
         message TEXT Of EngineWeightsRefused.
         seconds TEXT JSON of EngineWeightsLoaded: phase -> seconds
+        code TEXT As in runs: of the weight loader; null of records that do not say it.
     """),
     topics.ENGINES, (), (("engine_id",),),
 )  # fmt: skip
@@ -440,6 +455,7 @@ SESSIONS = Table(
         agent TEXT name/version
         model TEXT That the gateway serves.
         environment TEXT name/version
+        origin TEXT Key of its row in origins; null without a SessionStarted.
         epochs INTEGER Gateways that owned it.
         started_ms INTEGER Of SessionStarted, ms since 1970; 0 where it is not there.
         finished_ms INTEGER Of the counting SessionFinished; null before.
@@ -456,6 +472,7 @@ SESSIONS = Table(
         failed_calls INTEGER Of them, those that did not end ok.
         output_tokens INTEGER Sampled.
         context_tokens INTEGER Prompt and output of its longest turn.
+        engines TEXT JSON: ids of the engines that sampled for it.
         version_min INTEGER Oldest weights that sampled for it.
         version_max INTEGER Newest.
         advantage REAL Of its samples.
@@ -472,6 +489,23 @@ SESSIONS = Table(
         ("outcome", "started_ms", "session_id"), ("fate", "started_ms", "session_id"),
         ("batch_index", "started_ms", "session_id"), ("version_min", "started_ms", "session_id"),
     ),
+)  # fmt: skip
+ORIGINS = Table(
+    "origins", "What sessions ran on and with, each combination once: what their SessionStarted say beside their task.",
+    _columns("""
+        origin TEXT 16 hex digits of the sha256 of the other columns.
+        recipe TEXT Text of the task source.
+        agent TEXT name/version
+        environment TEXT name/version
+        image TEXT Of the sandbox; null for the worker's own root.
+        root_sha256 TEXT Of the files that tools see.
+        policy_sha256 TEXT Of backend, limits and network rules.
+        packages TEXT JSON: package -> version
+        tools TEXT JSON: tool -> version
+        tokenizer_sha256 TEXT Of tokenizer.json.
+        chat_template_sha256 TEXT Of the chat template.
+    """),
+    key="origin",
 )  # fmt: skip
 GROUPS = Table(
     "groups", "Groups as far as the log tells.",
@@ -506,7 +540,7 @@ BATCH_ROWS = Table(
         weight_divisor INTEGER Each trained token weighs 1 / weight_divisor.
     """),
     key="batch_index, row",
-    indexes=(("session_id",), ("sample_id",), ("group_id",)),
+    indexes=(("session_id", "batch_index", "trained_tokens", "group_id"), ("sample_id",), ("group_id",)),
 )  # fmt: skip
 DROPS = Table(
     "batch_drops", "Samples of draws that no batch trains.",
@@ -543,6 +577,37 @@ UNREAD = Table(
     """),
     key="topic, partition, offset",
 )  # fmt: skip
+FLAGS = Table(
+    "flags", "What detectors of cheating found in rewarded sessions, each by itself (docs/cheating.md).",
+    _columns("""
+        session_id TEXT Of the session.
+        number INTEGER Of the finding in the session, from 0.
+        detector TEXT Its name.
+        severity TEXT medium | high
+        says TEXT In words.
+        turn_number INTEGER The turn that shows it, in log order from 0; null if none does.
+        call_id TEXT Of the tool call that shows it; empty if it is none.
+        excerpt TEXT From the record, without secrets.
+    """),
+    key="session_id, number",
+    indexes=(("detector",),),
+)  # fmt: skip
+SOLUTIONS = Table(
+    "solutions", "What rewarded sessions wrote, for comparison with each other.",
+    _columns("""
+        session_id TEXT Of the session.
+        task_id TEXT Of the task.
+        recipe TEXT Name of the recipe.
+        reward REAL The verdict.
+        ended_ms INTEGER Of the first reward, ms since 1970.
+        solution TEXT Hash of what it wrote; empty if nothing.
+        solution_size INTEGER Characters of it without white space.
+        sketch TEXT JSON: hashes by which prompts are compared.
+        turn_number INTEGER Its last turn, in log order from 0; null without one.
+    """),
+    key="session_id",
+    indexes=(("ended_ms", "session_id"),),
+)  # fmt: skip
 POSITIONS = Table(
     "positions", "As of: of each partition the first record that is not in here.",
     _columns("""
@@ -555,7 +620,7 @@ POSITIONS = Table(
 ABOUT = Table(
     "about", "What this file is.",
     _columns("""
-        name TEXT run_id | fold_version | turnlog | written_ms
+        name TEXT run_id | fold_version | turnlog | written_ms | detectors (JSON) | flagged_above
         value TEXT Of it.
     """),
     key="name",
@@ -565,7 +630,7 @@ RECORDED = (
     RUNS, ROLLOUTS, SPINE, TURNS, SNAPSHOTS, REQUESTS, CANCELS, STARTS, RESULTS, TREES, SAMPLES, SCORES, SAMPLE_SCORES,
     BATCHES, STEPS, VERSIONS, ENGINES, DEAD_LETTERS,
 )  # fmt: skip
-MADE = (SESSIONS, GROUPS, BATCH_ROWS, DROPS, DRAWN, UNREAD, POSITIONS, ABOUT)
+MADE = (SESSIONS, ORIGINS, GROUPS, BATCH_ROWS, DROPS, DRAWN, UNREAD, FLAGS, SOLUTIONS, POSITIONS, ABOUT)
 TOOL_CALLS = """CREATE VIEW tool_calls AS SELECT
     r.call_id, r.session_id, r.group_id, r.call_seq, r.tool, r.arguments, r.backend, r.time_ms AS requested_ms,
     coalesce(a.status, CASE WHEN c.call_id IS NULL THEN 'open' ELSE 'cancelled' END) AS status,

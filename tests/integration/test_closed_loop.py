@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,18 @@ import httpx
 import psutil
 import pytest
 
+from turnlog.consumers.index.indexer import build
+from turnlog.consumers.index.influence import influence
+from turnlog.consumers.index.lineage import LineageReader
+from turnlog.consumers.index.reader import Index
+from turnlog.infra.code_version import code_version
 from turnlog.infra.embedded.up import down, status_processes, up
 from turnlog.infra.history import all_events
 from turnlog.infra.roles.role import open_role
 from turnlog.infra.run_folder import read_endpoints, resolve_endpoints
 from turnlog.plugins.faust_views import MOVING
 from turnlog.schemas import topics
-from turnlog.schemas.events import Outcome, SegmentSample, StepCompleted
+from turnlog.schemas.events import Outcome, RewardAssigned, SampleBatchFormed, SegmentSample, StepCompleted
 from turnlog.settings import Settings, load
 from turnlog.verbs.report import newest_incarnations
 
@@ -139,6 +145,53 @@ async def _killed_midway(loop: Loop, running: subprocess.Popen[str]) -> None:
                 assert running.poll() is None, running.communicate()[0]
                 await asyncio.sleep(0.05)  # another process writes: there is nothing here to wait on
             os.kill(loop.pid(victim), signal.SIGKILL)
+
+
+async def _indexed(loop: Loop, path: Path) -> None:
+    async with open_role("index", loop.settings) as role:
+        await build(role, path)
+
+
+def _check_facts(found: dict[str, Any]) -> None:
+    """Every fact is recorded, and names this checkout."""
+    made_of = found["made_of"]
+    roles = {share["value"]["role"]: share["value"]["code"] for share in made_of["code"]}
+    assert roles.keys() >= {"feeder", "gateway", "rewards", "sandbox worker", "weight loader", "assembler", "trainer"}
+    assert set(roles.values()) == {code_version()}, "this checkout does not change while its run trains"
+    assert [share["value"]["packages"] for share in made_of["environment"]] == [{"turnlog": code_version()}]
+    assert [share["value"]["engine"] for share in made_of["engine"]] == ["sglang"]
+    assert made_of["source"][0]["value"]["dataset"]
+    assert Path(found["runs"][0]["started_from"]).exists()
+    assert found["runs"][0]["chain"][0]["version"] == 0
+
+
+def test_the_lineage_of_the_weights_is_what_a_plain_reading_of_the_log_says(loop: Loop, tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"  # not that of the run's own indexer, which may be behind
+    asyncio.run(_indexed(loop, path))
+    with LineageReader.open(lambda run: path) as reader:
+        found = reader.weights(loop.settings.run.id, None).body()
+        listed = {row["session_id"]: row["tokens"] for row in reader.sessions(loop.settings.run.id, None)}
+    done = {step.batch_index: step for step in newest_incarnations(loop.steps())}
+    batches = [each for each in loop.events(topics.BATCHES) if isinstance(each, SampleBatchFormed)]
+    tokens = Counter[str]()
+    for batch in batches:
+        if not done[batch.batch_index].skipped:
+            tokens.update({row.session_id: 0 for row in batch.samples})
+            for row in batch.samples:
+                tokens[row.session_id] += row.trained_tokens
+    assert listed == tokens
+    trained = sum(batch.trained_tokens - sum(done[batch.batch_index].masked.values()) for batch in batches)
+    assert found["totals"]["tokens"] - found["totals"]["masked"] == trained
+    rewards = {each.session_id: each.value for each in loop.events(topics.SESSIONS) if isinstance(each, RewardAssigned)}
+    assert found["totals"]["reward"] == pytest.approx(sum(rewards[name] for name in tokens) / len(tokens))
+    _check_facts(found)
+    one = next(iter(tokens))
+    with Index.open(path) as index:
+        told = influence(index, one, loop.settings)
+    assert told is not None
+    counted = [each for each in told.effects if each.incarnation == done[each.batch].incarnation]
+    assert sum(each.tokens for each in counted if not each.skipped) == tokens[one]
+    assert told.direct
 
 
 def test_every_draw_is_trained_once_in_the_history_that_counts(loop: Loop) -> None:
