@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +26,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
+from turnlog.consumers.audit import AuditFilter, newest_entries
 from turnlog.consumers.dead_letters import FOLDED, PLACE, LetterError
 from turnlog.consumers.index import (
     BadQuestion,
@@ -34,14 +35,27 @@ from turnlog.consumers.index import (
     RecordGone,
 )
 from turnlog.consumers.index.fate import of_session
-from turnlog.consumers.index.reader import AsOf, Index, where_of, whole
+from turnlog.consumers.index.flags import across, flagged_sessions, flags_of
+from turnlog.consumers.index.influence import influence
+from turnlog.consumers.index.lineage import LineageReader, index_beside
+from turnlog.consumers.index.lineage_text import (
+    CHAIN_COLUMNS,
+    chain_rows,
+    headline,
+    influence_lines,
+    lines_of,
+    share_label,
+)
+from turnlog.consumers.index.reader import AsOf, Index, SessionView, where_of, whole
 from turnlog.consumers.index.search import SORTS, SessionFilter
+from turnlog.infra.access.audit import AuditTrail
 from turnlog.infra.archive import ReadOnlyArchive
+from turnlog.infra.roles.role import Role
 from turnlog.plugins.alarms import STANDS
 from turnlog.plugins.dashboard import CachedQuery, Refused, Unknown, drawing, harmless, require_found
 from turnlog.plugins.dashboard.comparison import Other, diff_settings, differences, settings_of
 from turnlog.plugins.dashboard.conversation import align_turns, conversation, prompts, said_alike
-from turnlog.plugins.dashboard.guard import checked_form
+from turnlog.plugins.dashboard.guard import Keys, checked_form
 from turnlog.plugins.dashboard.notes import RUN, Note, Notes
 from turnlog.plugins.dashboard.overview import (
     StepWindow,
@@ -54,12 +68,14 @@ from turnlog.plugins.dashboard.overview import (
 )
 from turnlog.plugins.dashboard.queues import Queues
 from turnlog.plugins.dashboard.records import Records
+from turnlog.plugins.dashboard.rights import RIGHTS, Right
 from turnlog.plugins.dashboard.sandboxes import WorkerPools, sandboxes
 from turnlog.plugins.dashboard.swimlanes import swimlanes
 from turnlog.plugins.dashboard.timeline import timeline
 from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import Outcome
 from turnlog.schemas.events.batches import LOGPROB_GAP_MAX, gaps_of_kinds
+from turnlog.settings import IndexSettings, RunSettings, Settings
 
 STATIC = Path(__file__).parent / "static"
 EVERY_S = 1.0
@@ -67,6 +83,12 @@ EVERY_S = 1.0
 STREAMS = 32
 """Maximum number of live pages at a time."""
 PAGE = 50
+AUDITED = 200
+"""Number of records of the audit trail on its page."""
+EXPORTS = {"html": "html", "json": "json", "trace": "jsonl"}
+"""Format of a session -> ending of its file; `turnlog log session export` also writes formats of several files."""
+MOST_FLAGGED = 200
+"""Maximum number of flagged sessions on a page."""
 MOST_OF_A_PROMPT = 200
 """Maximum length of a prompt in a list, in characters."""
 WITHIN_S = 10.0
@@ -84,6 +106,8 @@ RECIPES = """WITH RECURSIVE found(name) AS (SELECT min(recipe) FROM sessions UNI
     SELECT name FROM found WHERE name IS NOT NULL LIMIT 100"""
 
 Number = TypeVar("Number", int, None)
+ExportSession = Callable[[Role, Index, SessionView, str, str], Awaitable[tuple[Mapping[str, bytes], Sequence[str]]]]
+"""Returns the files of a session in a format by name, and notes on what is missing."""
 
 
 async def read_as_of(look: Callable[[], AsOf]) -> AsOf | IndexFailure:
@@ -128,20 +152,26 @@ class Pages:
         against: Mapping[str, Other] = MappingProxyType({}),
         pools: WorkerPools,
         directory: Path,
+        trail: AuditTrail,
+        keys: Keys,
+        export: ExportSession,
     ) -> None:
         """`hint` says how to build the run's index, for visitors who find none. `streams` limits live pages; `every_s`
         is the time between two checks of the index for them. `within_s` limits a query of the index. `against` maps
         names to the runs that this run is compared with. `pools` are those of its sandbox workers. `directory` is the
-        run's folder, which shows whether its processes are alive."""
+        run's folder, which shows whether its processes are alive. `keys` ends logins; `export` makes the files of a
+        session."""
         self._against = against
         self._alive = partial(is_supervised, directory)
         self._run = run
+        self._own = Settings(run=RunSettings(id=run, directory=str(directory)), index=IndexSettings(path=str(index)))
         self._notes = Notes(index)
         self._streams = streams
         self._within_s = within_s
         self._index = index
         self._records = records
         self._queues, self._pools = Queues(records), pools
+        self._trail, self._keys, self._export = trail, keys, export
         self._stopping, self._tabs = stopping, set[object]()
         self._looks, self._every_s = CachedQuery(lambda: read_as_of(self._as_of)), every_s
         self._hint = hint
@@ -153,32 +183,42 @@ class Pages:
 
     def application(self) -> Starlette:
         """Return the application behind the guard."""
-        routes: dict[str, Callable[..., Any]] = {
-            "/": self.run, "/sessions": self.sessions, "/sessions/histogram": self.histogram,
-            "/sessions/total": self.total, "/sessions/{id}": self.session, "/sessions/{id}/tokens": self.tokens,
-            "/sessions/{id}/images/{name}": self.image, "/compare": self.compare, "/groups/{id}": self.group,
-            "/batches": self.batches, "/batches/{number}": self.batch, "/weights": self.weights,
-            "/dead-letters": self.dead_letters, "/records/{topic}/{partition}/{offset}": self.record,
-            "/live": self.live, "/login": self.login, "/queues": self.queues,
-            "/sandboxes": self.sandboxes, "/sandboxes/pools": self.pools, "/timeline": self.timeline,
-            "/against": self.against, "/against/{name}": self.against, "/against/{name}/samples": self.differences,
+        answers: dict[tuple[str, str], Callable[..., Any]] = {
+            ("GET", path): answer for path, answer in {
+                "/": self.run, "/sessions": self.sessions, "/sessions/histogram": self.histogram,
+                "/sessions/total": self.total, "/sessions/{id}": self.session, "/sessions/{id}/tokens": self.tokens,
+                "/sessions/{id}/images/{name}": self.image, "/sessions/{id}/export/{form}": self.export,
+                "/compare": self.compare, "/groups/{id}": self.group, "/batches": self.batches,
+                "/batches/{number}": self.batch, "/weights": self.weights, "/dead-letters": self.dead_letters,
+                "/records/{topic}/{partition}/{offset}": self.record, "/live": self.live, "/login": self.login,
+                "/queues": self.queues, "/sandboxes": self.sandboxes, "/sandboxes/pools": self.pools,
+                "/timeline": self.timeline, "/against": self.against, "/against/{name}": self.against,
+                "/against/{name}/samples": self.differences, "/audit": self.audit, "/cheating": self.cheating,
+                "/lineage": self.lineage,
+            }.items()
+        }  # fmt: skip
+        answers |= {
+            ("POST", "/dead-letters/requeue"): self.requeue, ("POST", "/dead-letters/skip"): self.skip,
+            ("POST", "/notes"): self.note, ("POST", "/logins/end"): self.end_logins,
         }  # fmt: skip
         return Starlette(
             routes=[
-                *(Route(path, self._speaking(answer), methods=["GET"]) for path, answer in routes.items()),
-                Route("/dead-letters/requeue", self._speaking(self.requeue), methods=["POST"]),
-                Route("/dead-letters/skip", self._speaking(self.skip), methods=["POST"]),
-                Route("/notes", self._speaking(self.note), methods=["POST"]),
+                *(
+                    Route(path, self._speaking(answer, RIGHTS[method, path]), methods=[method])
+                    for (method, path), answer in answers.items()
+                ),
                 Mount("/static", StaticFiles(directory=STATIC)),
             ],
             exception_handlers={404: self.not_there, 405: self.not_there},
         )
 
-    def _speaking(self, answer: Callable[..., Any]) -> Callable[[Request], Awaitable[Response]]:
-        """Wrap an endpoint so that turnlog's errors become pages that say what is wrong and what to do."""
+    def _speaking(self, answer: Callable[..., Any], right: Right) -> Callable[[Request], Awaitable[Response]]:
+        """Wrap an endpoint so that only those who have its right get an answer, which is audited first, and so that
+        turnlog's errors become pages that say what is wrong and what to do."""
 
         async def answer_or_failure(request: Request) -> Response:
             try:
+                await self._require(request, right)
                 if asyncio.iscoroutinefunction(answer):
                     return cast(Response, await answer(request))
                 return cast(Response, await asyncio.to_thread(answer, request))
@@ -188,6 +228,20 @@ class Pages:
                 return self._failure(request, error)
 
         return answer_or_failure
+
+    async def _require(self, request: Request, right: Right) -> None:
+        """Check the form of a POST and that the visitor has the right, and record the access. Raises Refused,
+        AuditUnavailable."""
+        person = request.state.visitor.person
+        allowed = person.may(right.role)
+        request.state.form = await checked_form(request) if request.method == "POST" else {}
+        if right.kind:
+            await self._trail.record(person, right.attempt(request, request.state.form, allowed=allowed))
+        if not allowed:
+            raise Refused(
+                403, f"this needs the role {right.role}, and {person.described} has the role {person.role}: ask the "
+                "owner of the run"
+            )  # fmt: skip
 
     def run(self, request: Request) -> Response:
         """Serve the overview of the run."""
@@ -221,6 +275,15 @@ class Pages:
             notes=self._notes.about(names), tags=self._notes.tags(),
         )  # fmt: skip
 
+    def cheating(self, request: Request) -> Response:
+        """Serve the flagged sessions."""
+        detector = request.query_params.get("detector", "")
+        with self._open_index() as index, index.snapshot() as as_of:
+            found = flagged_sessions(index, detector=detector, limit=MOST_FLAGGED)
+        if detector and detector not in found.detectors:
+            raise Unknown(f"detector {detector!r}: [cheating] detectors did not name it when the index was made")
+        return self._page(request, "cheating.html", as_of, of=found, detector=detector)
+
     def histogram(self, request: Request) -> Response:
         """Serve the reward histogram of the sessions that pass, without the filter on rewards. Each bar links to its
         range."""
@@ -243,8 +306,8 @@ class Pages:
         return HTMLResponse(drawing.number(found) if every else f"{drawing.number(found)} or more")
 
     async def note(self, request: Request) -> Response:
-        """Replace the note and tags of the run or of a session. Requires a login."""
-        fields = await checked_form(request)
+        """Replace the note and tags of the run or of a session."""
+        fields = request.state.form
         subject, tags = fields.get("subject", RUN), fields.get("tags", "").split(",")
         await asyncio.to_thread(self._say, subject, fields.get("text", ""), tags)
         return RedirectResponse(f"/sessions/{quote(subject, safe='')}" if subject else "/", 303)
@@ -263,6 +326,7 @@ class Pages:
         name = request.path_params["id"]
         with self._open_index() as index:
             view = require_found(index.session(name), f"session {name}")
+            flags = [*flags_of(index, name), *across(index).get(name, ())]
             siblings = index.rows(
                 "SELECT session_id, rollout_index, attempt, reward, fate FROM sessions WHERE group_id = ? "
                 "ORDER BY rollout_index, attempt LIMIT 100",
@@ -271,12 +335,25 @@ class Pages:
         talk = conversation(view)
         return self._page(
             request, "session.html", view.as_of, view=view, talk=talk, tree=drawing.tree(talk), chain=of_session(view),
-            siblings=siblings, exported=None, note=self._note(name),
+            siblings=siblings, exported=None, note=self._note(name), flags=flags,
         )  # fmt: skip
 
     async def tokens(self, request: Request) -> Response:
         """Serve a session's tokens as JSON (docs/dashboard.md)."""
         return Response(await self._records.tokens(request.path_params["id"]), media_type="application/json")
+
+    async def export(self, request: Request) -> Response:
+        """Serve a session as a file of the formats that are one file."""
+        name, form = request.path_params["id"], request.path_params["form"]
+        if form not in EXPORTS:
+            raise Unknown(f"there is no format {form[:50]!r}; formats are {', '.join(EXPORTS)}")
+        role = await self._records.open_role()
+        with self._open_index() as index, index.snapshot():
+            view = require_found(index.session(name), f"session {name}")
+            file = f"{quote(name, safe='')}.{EXPORTS[form]}"
+            files, _ = await self._export(role, index, view, form, file)
+        headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(file, safe='')}"}
+        return Response(files[file], headers=headers, media_type="application/octet-stream")
 
     def image(self, request: Request) -> Response:
         """Serve a raster image from a message of the session."""
@@ -334,8 +411,10 @@ class Pages:
         with self._open_index() as index, index.snapshot():
             found = require_found(index.batch(number), f"batch {number}")
             drawn = timeline(index, found, whole="all" in request.query_params)
+            after = index.row("SELECT min(version) AS version FROM versions WHERE batch_index >= ?", number)
+        version = None if after is None else after["version"]
         gaps = gaps_of_kinds(step_metrics(found.step), LOGPROB_GAP_MAX) if found.step else {}
-        return self._page(request, "batch.html", found.as_of, of=found, timeline=drawn, gaps=gaps)
+        return self._page(request, "batch.html", found.as_of, of=found, timeline=drawn, gaps=gaps, version=version)
 
     def weights(self, request: Request) -> Response:
         """Serve the published versions, and the engines with what they loaded."""
@@ -343,6 +422,21 @@ class Pages:
             versions, _ = index.versions()
             found = engines(index, alive=self._alive())
         return self._page(request, "weights.html", as_of, versions=list(reversed(versions)), engines=found)
+
+    def lineage(self, request: Request) -> Response:
+        """Serve what made a weight version (the newest, if none is named), or what a session has influenced."""
+        if session := request.query_params.get("session"):
+            with self._open_index() as index:
+                found = require_found(influence(index, session, self._own), f"session {session}")
+            return self._page(request, "influence.html", found.as_of, of=found, lines=list(influence_lines(found)))
+        version, since = (_whole(request, name, None) for name in ("weights", "since"))
+        with LineageReader.open(index_beside(self._own), within_s=self._within_s) as reader:
+            made = reader.weights(self._run, version, since)
+        return self._page(
+            request, "lineage.html", made.runs[0].as_of, of=made, headline=headline(made), columns=CHAIN_COLUMNS,
+            share_label=share_label, rows=[row for part in made.runs for row in chain_rows(part)],
+            lines=list(lines_of(made)),
+        )  # fmt: skip
 
     def sandboxes(self, request: Request) -> Response:
         """Serve tool calls by status and reason."""
@@ -409,14 +503,14 @@ class Pages:
         )
 
     async def requeue(self, request: Request) -> Response:
-        """Append the record of a dead letter to its topic again. Requires a login."""
-        fields = await checked_form(request)
+        """Append the record of a dead letter to its topic again."""
+        fields = request.state.form
         place, offset = await self._records.requeue(fields.get("letter", ""))
         return _redirect_done("put back", f"{place.topic}[{place.number}]@{offset}")
 
     async def skip(self, request: Request) -> Response:
-        """Order the assembler to skip a record. Requires a login."""
-        fields = await checked_form(request)
+        """Order the assembler to skip a record."""
+        fields = request.state.form
         reason = fields.get("reason", "").strip() or "passed over in the dashboard"
         await self._records.skip(fields.get("place", ""), reason)
         return _redirect_done("passed over", fields["place"])
@@ -462,6 +556,21 @@ class Pages:
         """Serve the state of the sandbox workers: a part of the page of tool calls that arrives once they have
         answered."""
         return self._page(request, "pools.html", None, of=await self._pools.look())
+
+    async def audit(self, request: Request) -> Response:
+        """Serve the newest records of the audit trail."""
+        asked = AuditFilter(request.query_params.get("subject", ""), request.query_params.get("kind", ""))
+        entries = await newest_entries(await self._records.open_role(), asked, most=AUDITED)
+        return self._page(request, "audit.html", None, entries=entries, asked=asked)
+
+    async def end_logins(self, request: Request) -> Response:
+        """End all logins of a subject."""
+        fields = request.state.form
+        subject = fields.get("subject", "")
+        if not subject:
+            raise BadQuestion("subject: name whose logins to end")
+        self._keys.end_all(subject)  # in the loop, as all changes of that file
+        return RedirectResponse("/audit?" + urlencode({"subject": subject}), 303)
 
     def login(self, request: Request) -> Response:
         """Serve the page that explains how to get a login link."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
@@ -109,6 +110,14 @@ class ConversationView:
     lanes: int
     images: Mapping[str, bytes] = field(default_factory=dict)
     """Raster images of the messages, by sha256."""
+
+    @property
+    def masked(self) -> dict[str, int]:
+        """Number of masked places in its turns, by kind."""
+        total: Counter[str] = Counter()
+        for turn in self.turns:
+            total.update(_parse_json(turn.row["redacted"]) or {})
+        return dict(sorted(total.items()))
 
 
 class MessageReader:

@@ -51,7 +51,7 @@ def as_html(view: SessionView, tokens: SessionTokens) -> str:
     talk = conversation(view)
     return templates.get_template("session.html").render(
         view=view, talk=talk, tree=drawing.tree(talk), chain=of_session(view), siblings=[], as_of=view.as_of,
-        run_id=view.as_of.run_id, exported=_Inlined(tokens.body()),
+        run_id=view.as_of.run_id, exported=_Inlined(tokens.body()), flags=[],
     )  # fmt: skip
 
 

@@ -20,7 +20,9 @@ from markdown_it import MarkdownIt
 from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
 from markdown_it.utils import EnvType, OptionsDict
-from markupsafe import Markup
+from markupsafe import Markup, escape
+
+from turnlog.infra.redaction.rules import PLACEHOLDER
 
 PAGES = Path(__file__).parent / "pages"
 LONGEST = 60_000
@@ -64,6 +66,7 @@ def environment() -> Environment:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     found.filters["markdown"] = markdown
+    found.filters["marked"] = mark_redacted
     return found
 
 
@@ -108,6 +111,7 @@ def _reader() -> MarkdownIt:
 
 
 _MARKDOWN = _reader()
+TAG = re.compile(r"(<[^>]*>)")
 
 
 @functools.lru_cache(maxsize=512)
@@ -120,6 +124,20 @@ def markdown(text: str) -> Markup:
     except RecursionError:
         return Markup('<pre class="plain">{}</pre>').format(visible(text))
     return Markup(visible(html))  # entities may have added invisible characters
+
+
+def mark_redacted(text: str) -> Markup:
+    """Return a text as HTML in which placeholders of masked secrets are marked. Tags of a Markup stay as they are."""
+    html = str(text) if isinstance(text, Markup) else str(escape(visible(text)))
+    if "[redacted:" not in html:
+        return Markup(html)
+    parts = TAG.split(html)  # texts and tags in turn
+    parts[::2] = [PLACEHOLDER.sub(_mark, part) for part in parts[::2]]
+    return Markup("".join(parts))
+
+
+def _mark(found: re.Match[str]) -> str:
+    return f'<mark class="redacted" title="masked: {found[1]}">{found[0]}</mark>'
 
 
 def raster(content: bytes) -> str | None:

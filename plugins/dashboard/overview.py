@@ -166,6 +166,12 @@ def _facts(index: Index, phase: str, steps: Sequence[Row], newest: int | None, f
         yield "reward", number(last["reward_mean"]), f"/batches/{last['batch_index']}"
         yield "loss", number(last["loss"]), f"/batches/{last['batch_index']}"
         yield "largest gap", f"{number(last['logprob_gap_max'])} nats", f"/batches/{last['batch_index']}"
+    masked = index.rows(
+        "SELECT kind.key AS kind, sum(kind.value) AS places FROM turns, json_each(turns.redacted) AS kind "
+        "WHERE turns.redacted IS NOT NULL GROUP BY kind.key ORDER BY kind.key"
+    )
+    if masked:
+        yield "masked places", ", ".join(f"{number(row['places'])} {row['kind']}" for row in masked), ""
     yield "sessions", number(sum(row["sessions"] for row in fates)), "/sessions"
 
 

@@ -113,6 +113,16 @@ def view_of(told: ToldRun, where: str = "fate = 'trained' AND turns = 7") -> Ses
         return view
 
 
+def sessions_of(told: ToldRun, version: int) -> list[str]:
+    """The sessions that a weight version was trained on."""
+    with Index.open(told.index) as index:
+        rows = index.rows(
+            "SELECT DISTINCT session_id FROM batch_rows WHERE batch_index <= "
+            "(SELECT batch_index FROM versions WHERE version = ?)", version,
+        )  # fmt: skip
+    return [row["session_id"] for row in rows]
+
+
 class Elements(HTMLParser):
     """What a browser would make elements and attributes of."""
 
@@ -130,6 +140,7 @@ async def test_every_page_answers_and_says_as_of_when(told: ToldRun) -> None:
     session, group = view.row.session_id, view.row.group_id
     other = view_of(told, f"session_id != '{session}'").row.session_id
     pages = ["/", "/?all", "/sessions", "/batches", "/batches/0", "/weights", "/dead-letters", f"/sessions/{session}",
+             "/lineage", "/lineage?weights=2&since=1", f"/lineage?session={session}",
              f"/groups/{group}", f"/compare?left={session}&right={other}", "/records/agent.turns/0/0"]  # fmt: skip
     async with site(told) as (client, _):
         for page in pages:
@@ -146,13 +157,27 @@ async def test_every_page_answers_and_says_as_of_when(told: ToldRun) -> None:
         assert len(rewards) > 10
         for page in (
             "/sessions/nobody",
+            "/lineage?session=nobody",
             "/groups/nobody",
             "/batches/999",
             "/nowhere",
             "/records/agent.turns/0/99999999",
         ):
             assert (await client.get(page)).status_code in (404, 410), page
-        for page in ("/sessions?min_reward=x", "/sessions?sort=x", "/sessions?after=x", "/batches?before=x"):
+        made = (await client.get("/lineage?weights=2")).text
+        assert f"{len(sessions_of(told, 2)):,} sessions of 1 task" in made
+        assert '<a href="/lineage?weights=2" title="what made it">' in (await client.get("/weights")).text
+        assert '<a href="/lineage?weights=1">' in (await client.get("/batches/0")).text
+        assert f"/lineage?session={session}" in (await client.get(f"/sessions/{session}")).text
+        for page in (
+            "/lineage?weights=x",
+            "/lineage?weights=999",
+            "/lineage?weights=1&since=2",
+            "/sessions?min_reward=x",
+            "/sessions?sort=x",
+            "/sessions?after=x",
+            "/batches?before=x",
+        ):
             answer = await client.get(page)
             assert (answer.status_code, "BadQuestion" in answer.text) == (400, True), page
 
