@@ -1,4 +1,4 @@
-"""Calls from rank 0 to all ranks: a call is a method of Learner, by name, and its arguments.
+"""Calls from rank 0 to all ranks: a call is a method of their learner, by name, and its arguments.
 
 The arrays of a call, above all a batch's rows, lie in memory that rank 0 fills once and that each rank of its machine
 maps. So no rank waits until they have come through a socket, and a machine holds them once. If any rank cannot map
@@ -21,11 +21,14 @@ import torch.distributed as dist
 
 from turnlog.trainer import CheckpointDamaged
 from turnlog.trainer.learner import Learner
+from turnlog.trainer.tenants import TenantError, TenantLearner
 
 P = ParamSpec("P")
 R = TypeVar("R")
+L = TypeVar("L", Learner, TenantLearner)
+"""The learner of the ranks: that of a run's policy, or that of tenants."""
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
-"""(method of Learner, positional arguments, keyword arguments)."""
+"""(method of the learner, positional arguments, keyword arguments)."""
 ALIGNMENT = 64
 """Alignment in bytes of the start of each array."""
 
@@ -92,29 +95,30 @@ class Ranks(ABC):
     """All ranks as one learner. Not thread-safe: one thread must make all calls."""
 
     @abstractmethod
-    def call(self, method: Callable[Concatenate[Learner, P], R], *arguments: P.args, **named: P.kwargs) -> R:
-        """Call a method of Learner on every rank and return its result at rank 0."""
+    def call(self, method: Callable[Concatenate[L, P], R], *arguments: P.args, **named: P.kwargs) -> R:
+        """Call a method of the learner on every rank and return its result at rank 0."""
 
     @abstractmethod
-    def call_beside(self, method: Callable[Concatenate[Learner, P], R], *arguments: P.args, **named: P.kwargs) -> R:
-        """Call a method of Learner that is not collective at rank 0 alone, also from another thread while `call` is in
-        progress."""
+    def call_beside(self, method: Callable[Concatenate[L, P], R], *arguments: P.args, **named: P.kwargs) -> R:
+        """Call a method of the learner that is not collective at rank 0 alone, also from another thread while `call` is
+        in progress."""
 
 
 class RanksCall(Protocol):
     """`Ranks.call` for a coroutine: the ranks compute elsewhere."""
 
     def __call__(
-        self, method: Callable[Concatenate[Learner, P], R], *arguments: P.args, **named: P.kwargs
+        self, method: Callable[Concatenate[L, P], R], *arguments: P.args, **named: P.kwargs
     ) -> Awaitable[R]: ...
 
 
 class RankZero(Ranks):
     """Rank 0, which broadcasts its calls to the ranks that run `follow`."""
 
-    def __init__(self, learner: Learner, control: dist.ProcessGroup, world_size: int) -> None:
+    def __init__(self, learner: Learner | TenantLearner, control: dist.ProcessGroup, world_size: int) -> None:
         """`control` is a gloo group of all ranks. Collective with `follow`."""
-        self._learner, self._control, self._world_size = learner, control, world_size
+        self._learner: Any = learner
+        self._control, self._world_size = control, world_size
         self.maps = world_size > 1 and all_map(control)
         """Whether all ranks map the arrays of a call."""
 
@@ -123,7 +127,7 @@ class RankZero(Ranks):
         if self._world_size > 1:
             dist.broadcast_object_list([None], src=0, group=self._control)
 
-    def call(self, method: Callable[Concatenate[Learner, P], R], *arguments: P.args, **named: P.kwargs) -> R:
+    def call(self, method: Callable[Concatenate[L, P], R], *arguments: P.args, **named: P.kwargs) -> R:
         """Broadcast the call, and make it at this rank too."""
         call: Call = (method.__name__, arguments, named)
         if self.maps:
@@ -135,12 +139,12 @@ class RankZero(Ranks):
             dist.broadcast_object_list([call], src=0, group=self._control)
         return method(self._learner, *arguments, **named)
 
-    def call_beside(self, method: Callable[Concatenate[Learner, P], R], *arguments: P.args, **named: P.kwargs) -> R:
+    def call_beside(self, method: Callable[Concatenate[L, P], R], *arguments: P.args, **named: P.kwargs) -> R:
         """Call the method here."""
         return method(self._learner, *arguments, **named)
 
 
-def follow(learner: Learner, control: dist.ProcessGroup) -> None:
+def follow(learner: Learner | TenantLearner, control: dist.ProcessGroup) -> None:
     """Execute the calls of rank 0 on another rank until it releases this one. Raises RuntimeError if rank 0 dies."""
     all_map(control)
     while True:
@@ -153,5 +157,6 @@ def follow(learner: Learner, control: dist.ProcessGroup) -> None:
             call = call.read()
             dist.barrier(control)
         method, arguments, named = call
-        with suppress(CheckpointDamaged):  # every rank raises it, and rank 0 chooses another checkpoint
+        # Every rank raises these. Rank 0 chooses another checkpoint, or answers whoever asked for the call.
+        with suppress(CheckpointDamaged, TenantError):
             getattr(learner, method)(*arguments, **named)

@@ -483,9 +483,9 @@ def _code(dtype: torch.dtype) -> str:
     return CODES[str(dtype).removeprefix("torch.")]
 
 
-def export_weights(model: Any, shape: ModelShape) -> dict[str, torch.Tensor]:
-    """Return the whole model in memory at rank 0, nothing elsewhere. Collective."""
-    export = WeightExport(model, shape, at_rank_zero=True)
+def export_weights(model: Any, shape: ModelShape, of: ExportedWeights = "merged") -> dict[str, torch.Tensor]:
+    """Return the tensors that `of` selects in memory at rank 0, nothing elsewhere. Collective."""
+    export = WeightExport(model, shape, of, at_rank_zero=True)
     return {
         spec.name: tensor.cpu().clone()
         for bucket, values in export.stream()

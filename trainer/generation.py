@@ -164,12 +164,19 @@ class Generation:
 
         Raises Fenced, TransactionFailed, LogUnavailable. An error ends the process; nothing is repaired in place.
         """
-        await self._role.events.transact(self._transactor, [completed, *announced])
+        await self._role.events.transact(self._transactor, [completed, *map(self._with_start, announced)])
         self.cursor = cursor
 
     async def record(self, event: Event) -> None:
         """Write a record in a transaction. Raises as `record_step`."""
-        await self._role.events.transact(self._transactor, [event])
+        await self._role.events.transact(self._transactor, [self._with_start(event)])
+
+    def _with_start(self, event: Event) -> Event:
+        """Return the record of initial weights with the folder that they come from, and any other record unchanged."""
+        if not isinstance(event, WeightVersionPublished) or event.step:
+            return event
+        settings = self._role.settings
+        return dataclasses.replace(event, started_from=settings.trainer.initial_weights or settings.model.path)
 
     def count_version(self, event: WeightVersionPublished) -> None:
         """Count a version from now on in lags, and as the base of adapters if it is full."""

@@ -46,13 +46,14 @@ from turnlog.infra.roles.log_lines import instance_of
 from turnlog.names import EntryPointGroup
 from turnlog.trainer import LOCAL_RANK, LayoutUnfit, RankLost, mcore
 from turnlog.trainer.algorithms.logprobs import check_teacher
-from turnlog.trainer.calls import P, R, Ranks, RankZero, follow
+from turnlog.trainer.calls import L, P, R, Ranks, RankZero, follow
 from turnlog.trainer.checkpoints.exports import Exports
 from turnlog.trainer.checkpoints.places import RunBlobs, StorePlace
 from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.layouts import GB, TrainedModels, check_layout, check_memory
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import JOIN_S, LearnerOptions, LearningPlan
+from turnlog.trainer.tenants import TenantLearner
 from turnlog.trainer.weights import read_weights
 
 __all__ = ["HOST", "IDLE", "Store", "meeting_place", "process_group"]
@@ -334,11 +335,22 @@ def _meeting_address(store: TCPStore | None) -> tuple[str, int]:
     return (HOST, store.port) if store else (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 
-def learner_of(plan: LearningPlan) -> Learner:
+def learner_of(plan: LearningPlan) -> Learner | TenantLearner:
     """Return this rank's learner, on the plan's weights. Collective."""
+    learner = _tenant_learner(plan) if plan.tenants else _run_learner(plan)
+    limit_collectives(plan.collective_timeout_s)  # loading may take longer, if the ranks' disks differ
+    return learner
+
+
+def _tenant_learner(plan: LearningPlan) -> TenantLearner:
+    options = plan.options
+    return TenantLearner(read_shape(plan.model), read_weights(plan.weights), options, max_rank=options.lora_rank)
+
+
+def _run_learner(plan: LearningPlan) -> Learner:
     reference = None if plan.reference is None else read_weights(plan.reference)
     teacher = None if plan.teacher is None else (read_shape(plan.teacher), read_weights(plan.teacher))
-    learner = Learner(
+    return Learner(
         read_shape(plan.model),
         read_weights(plan.weights),
         plan.options,
@@ -348,8 +360,6 @@ def learner_of(plan: LearningPlan) -> Learner:
         place=plan.place,
         exports=Exports(plan.blobs, chain=plan.delta_chain),
     )
-    limit_collectives(plan.collective_timeout_s)  # loading may take longer, if the ranks' disks differ
-    return learner
 
 
 def follower(plan: LearningPlan, rank: int, port: int) -> tuple[list[str], dict[str, str]]:
@@ -402,6 +412,8 @@ def ranks(plan: LearningPlan, beat: Beat = lambda _: None) -> Iterator[Ranks]:
             "trainer.launcher is torchrun, which did not start this process: run `torchrun --no-python turnlog role "
             "trainer` on each machine, or set trainer.launcher to local"
         )
+    if plan.tenants and plan.launcher == "ray":
+        raise LayoutUnfit("trainer.launcher = ray is not supported for tenants: set it to local or torchrun")
     local = 0 if plan.launcher == "ray" else mcore.device_bytes()
     if available := plan.device_memory_gb * GB * (local > 0 or plan.launcher == "ray") or local:
         check_memory(
@@ -459,16 +471,14 @@ class LearnerThread:
         finally:
             self._thread.shutdown()
 
-    async def call(self, method: Callable[Concatenate[Learner, P], R], *arguments: P.args, **named: P.kwargs) -> R:
-        """Call a method of Learner on all ranks, in the thread."""
+    async def call(self, method: Callable[Concatenate[L, P], R], *arguments: P.args, **named: P.kwargs) -> R:
+        """Call a method of the learner on all ranks, in the thread."""
         everyone = self._ranks
         assert everyone is not None
         return await self._run(lambda: everyone.call(method, *arguments, **named))
 
-    async def call_beside(
-        self, method: Callable[Concatenate[Learner, P], R], *arguments: P.args, **named: P.kwargs
-    ) -> R:
-        """Call a method of Learner that is not collective at rank 0, in another thread."""
+    async def call_beside(self, method: Callable[Concatenate[L, P], R], *arguments: P.args, **named: P.kwargs) -> R:
+        """Call a method of the learner that is not collective at rank 0, in another thread."""
         everyone = self._ranks
         assert everyone is not None
         return await asyncio.to_thread(lambda: everyone.call_beside(method, *arguments, **named))

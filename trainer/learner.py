@@ -108,6 +108,12 @@ again as it needs.
 """
 
 
+def return_memory() -> None:
+    """Return what a pass freed to the system."""
+    if _malloc_trim is not None:
+        _malloc_trim(0)
+
+
 class Learner:
     """The models of a rank and their optimizers. Collective: every rank makes the same calls with the same arguments.
 
@@ -181,8 +187,7 @@ class Learner:
             finite, metrics = self._critic.learn(rows, columns.lesson, objective.critic, beside=finite)
         if finite and learning_rate:
             self.policy.step(learning_rate)
-        if _malloc_trim is not None:
-            _malloc_trim(0)
+        return_memory()
         return dataclasses.replace(totals.result(grad_norm, skipped=not finite, more=metrics), tokens=tokens)
 
     @mcore.quiet()

@@ -259,10 +259,17 @@ class Network:
             self.model.to("cpu")
 
     def run(
-        self, rows: BatchRows, forward: Forward, *, forward_only: bool, scored: NDArray[np.bool_] | None = None
+        self,
+        rows: BatchRows,
+        forward: Forward,
+        *,
+        forward_only: bool,
+        scored: NDArray[np.bool_] | None = None,
+        trees: bool = True,
     ) -> None:
         """Run this rank's microbatches through Megatron's schedule. `scored` [T] flags the tokens whose log-probs
-        `forward` wants, by default those that train.
+        `forward` wants, by default those that train. `trees`: whether rows that share prefixes may be computed as
+        trees, which needs `forward` to score the tokens of the rows themselves.
         """
         rank = mcore.parallel_state.get_data_parallel_rank()
         ranks = mcore.parallel_state.get_data_parallel_world_size()
@@ -280,11 +287,15 @@ class Network:
             self._config.moe_aux_loss_coeff = self._options.moe_aux_loss_coeff * share
         scored = rows.trained.astype(bool) if scored is None else scored
         alone = plan_cost(plan, costs, packing=packing)
-        trees = worthwhile_trees(self.shape, self._options, rows, ranks, cost=cost, kinds=kinds, alone=alone)
-        if trees is not None:
+        shared = (
+            worthwhile_trees(self.shape, self._options, rows, ranks, cost=cost, kinds=kinds, alone=alone)
+            if trees
+            else None
+        )
+        if shared is not None:
             multiple = self._options.multiple
             laid_out = (
-                lay_out_tree(rows, one, trees.shared, scored, multiple=multiple) for one in trees.microbatches[rank]
+                lay_out_tree(rows, one, shared.shared, scored, multiple=multiple) for one in shared.microbatches[rank]
             )
             batches = [batch.to(mcore.DEVICE) for batch in laid_out]
         else:
@@ -350,7 +361,57 @@ class Network:
         return arguments, named if self._packing is None else {**named, "packed_seq_params": self._packing}
 
 
-class TrainedNetwork(Network):
+class GradientNetwork(Network):
+    """A network whose trained parameters have gradients, summed over ranks by Megatron's DDP."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        weights: Mapping[str, torch.Tensor],
+        options: LearnerOptions,
+        *,
+        reference: Mapping[str, torch.Tensor] | None = None,
+        values: bool = False,
+        shards: bool = False,
+    ) -> None:
+        """The other arguments are those of Network. `shards`: whether each data-parallel rank gets only its share of
+        the summed gradients, as a distributed optimizer takes them.
+        """
+        super().__init__(shape, weights, options, reference=reference, values=values)
+        self._add_parameters()
+        distributed = mcore.DistributedDataParallelConfig(
+            grad_reduce_in_fp32=options.grad_reduce_in_fp32,
+            overlap_grad_reduce=options.overlap_grad_reduce,
+            overlap_param_gather=options.overlap_param_gather,
+            use_distributed_optimizer=shards,
+        )
+        self._wrapped = mcore.DistributedDataParallel(self._config, distributed, self.model)
+        self._config.finalize_model_grads_func = mcore.finalize_model_grads
+        if options.overlap_grad_reduce:  # gradients are summed once, behind the last microbatch
+            self._config.no_sync_func = self._wrapped.no_sync
+        mcore.TRAINED.add(self)
+
+    def _add_parameters(self) -> None:
+        """Add trained parameters to the model before its gradients have memory."""
+
+    def release(self) -> None:
+        """Drop the gradient hooks, so that the garbage collector can free the network.
+
+        Hooks and the optimizer's views of the weights refer to each other through autograd's C++ nodes. The collector
+        does not see such a cycle: a process would keep every network that it has trained, and its groups' sockets.
+        """
+        self._wrapped.grad_accs.clear()
+        for module in self.model.modules():
+            if dispatcher := getattr(module, "token_dispatcher", None):
+                dispatcher.__dict__.clear()  # it keeps tensors of the last pass, whose graph has those hooks
+        self._config.grad_scale_func = self._config.finalize_model_grads_func = self._config.no_sync_func = None
+
+    def forget_gradients(self) -> None:
+        """Reset gradients; call before a pass with gradients."""
+        self._wrapped.zero_grad_buffer()
+
+
+class TrainedNetwork(GradientNetwork):
     """A network with its optimizer."""
 
     def __init__(
@@ -363,34 +424,15 @@ class TrainedNetwork(Network):
         values: bool = False,
     ) -> None:
         """The arguments are those of Network."""
-        super().__init__(shape, weights, options, reference=reference, values=values)
-        distributed = mcore.DistributedDataParallelConfig(
-            grad_reduce_in_fp32=options.grad_reduce_in_fp32,
-            overlap_grad_reduce=options.overlap_grad_reduce,
-            overlap_param_gather=options.overlap_param_gather,
-            use_distributed_optimizer=True,
-        )
-        self._wrapped = mcore.DistributedDataParallel(self._config, distributed, self.model)
+        super().__init__(shape, weights, options, reference=reference, values=values, shards=True)
         self._gathered = True
         """Whether this rank has the weights that other ranks updated."""
         self.optimizer = build_optimizer(self._wrapped, options)
         self._config.grad_scale_func = self.optimizer.scale_loss
-        self._config.finalize_model_grads_func = mcore.finalize_model_grads
-        if options.overlap_grad_reduce:  # gradients are summed once, behind the last microbatch
-            self._config.no_sync_func = self._wrapped.no_sync
-        mcore.TRAINED.add(self)
 
     def release(self) -> None:
-        """Drop the optimizer and the gradient hooks, so that the garbage collector can free the network.
-
-        Hooks and the optimizer's views of the weights refer to each other through autograd's C++ nodes. The collector
-        does not see such a cycle: a process would keep every network that it has trained, and its groups' sockets.
-        """
-        self._wrapped.grad_accs.clear()
-        for module in self.model.modules():
-            if dispatcher := getattr(module, "token_dispatcher", None):
-                dispatcher.__dict__.clear()  # it keeps tensors of the last pass, whose graph has those hooks
-        self._config.grad_scale_func = self._config.finalize_model_grads_func = self._config.no_sync_func = None
+        """Drop the optimizer too."""
+        super().release()
         del self.optimizer
 
     @property
@@ -410,7 +452,7 @@ class TrainedNetwork(Network):
 
     def forget_gradients(self) -> None:
         """Reset gradients; call before a pass with gradients."""
-        self._wrapped.zero_grad_buffer()
+        super().forget_gradients()
         self.optimizer.zero_grad()
 
     def gradient_norm(self) -> float:

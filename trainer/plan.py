@@ -158,6 +158,9 @@ class LearningPlan:
     """Maximum number of consecutive versions that hold changes alone."""
     device_memory_gb: float = 0.0
     """Memory of a rank's device in GB; 0 if the device itself says it."""
+    tenants: bool = False
+    """Whether the ranks train the adapters of tenants, of rank `options.lora_rank` at most, instead of one policy. The
+    objective and the learning rate do not apply then."""
 
     def behind(self, steps: int, critic_from: int) -> LearningPlan:
         """Return the plan after `steps` steps of the run from which this one was forked: its schedule continues

@@ -23,7 +23,7 @@ from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.microbatches import PaddedRows
 from turnlog.trainer.models.fused import is_compiled
-from turnlog.trainer.models.output import logprobs_and_entropy, output_weight
+from turnlog.trainer.models.output import logprobs_and_entropy, output_low_rank, output_weight
 from turnlog.trainer.network import Network, over_ranks
 from turnlog.trainer.plan import LearnerOptions, check_layout
 
@@ -118,14 +118,16 @@ def score(
     temperature = batch.temperature.reshape(len(batch.temperature), -1).expand(size)
     merged = batch.merged
     computed = at if merged is None else merged.first
+    selected = hidden.flatten(0, 1).index_select(0, computed if merged is None else merged.sources[computed])
     found = logprobs_and_entropy(
-        hidden.flatten(0, 1).index_select(0, computed if merged is None else merged.sources[computed]),
+        selected,
         output_weight(model),
         batch.targets.flatten()[computed],
         temperature.flatten()[computed],
         vocabulary=vocabulary,
         entropy=entropy,
         compiled=is_compiled(getattr(model, "module", model).config, "logprobs"),
+        low_rank=output_low_rank(model, selected),
     )
     if merged is not None:
         found = found[0][merged.which], found[1][merged.which]

@@ -19,7 +19,7 @@ import torch.nn.functional as functional
 
 from turnlog.infra.tensors.adapters import factors_of
 from turnlog.trainer import mcore
-from turnlog.trainer.families.tensors import Tensor
+from turnlog.trainer.families.tensors import OUTPUT, Tensor
 from turnlog.trainer.models.latent import WholeLinear
 
 ADAPTERS = (".lora_a", ".lora_b")
@@ -175,13 +175,13 @@ def adapted_modules(model: Any) -> dict[str, LoraLinear]:
 
 
 def factors(model: Any, tensors: Iterable[Tensor], held: Container[str]) -> Iterator[Tensor]:
-    """Yield the factors of matrices with adapters, under Megatron's and PEFT's names; `held` has the parameters of all
-    pipeline stages.
+    """Yield the factors of a decoder's matrices with adapters, under Megatron's and PEFT's names; `held` has the
+    parameters of all pipeline stages.
     """
     rank = len(next(iter(adapted_modules(model).values())).lora_a)
     for tensor in tensors:
         a, b = (tensor.megatron.removesuffix(".weight") + factor for factor in ADAPTERS)
-        if a in held:
+        if a in held and tensor.megatron != OUTPUT:
             named = [(factors_of(name), size) for name, size in tensor.parts]
             yield Tensor(a, tuple((of_a, (rank, size[1])) for (of_a, _), size in named), joined="shared")
             yield dataclasses.replace(

@@ -57,6 +57,37 @@ def output_weight(model: Any) -> torch.Tensor:
     return own
 
 
+class AdaptedOutput(HiddenOutput):
+    """Output layer with an adapter that `output_low_rank` applies. It returns hidden states too."""
+
+    lora_a: torch.nn.Parameter
+    """[rank, h], whole on each tensor-parallel rank."""
+    lora_b: torch.nn.Parameter
+    """[columns of this rank, rank]."""
+    scale: float
+    """Factor of what the adapter adds; 0 leaves it out."""
+
+    @classmethod
+    def add_to(cls, model: Any, rank: int) -> None:
+        """Turn the output layer of a network's model into an adapted one, with factors of 0."""
+        if model.post_process:
+            layer, weight = model.output_layer, output_weight(model)
+            layer.__class__, layer.scale = cls, 0.0
+            for name, size in (("lora_a", (rank, weight.size(1))), ("lora_b", (weight.size(0), rank))):
+                zeros = torch.zeros(size, dtype=weight.dtype, device=weight.device)
+                setattr(layer, name, torch.nn.Parameter(zeros))
+            mcore.tensor_parallel.set_tensor_model_parallel_attributes(layer.lora_b, True, 0, 1)
+
+
+def output_low_rank(model: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the factors [n, rank] and [columns of this rank, rank] of what the output layer's adapter adds to the
+    logits of hidden states [n, h]; None if it adds nothing. The model may be wrapped."""
+    layer = getattr(model, "module", model).output_layer
+    if not isinstance(layer, AdaptedOutput) or not layer.scale:
+        return None
+    return layer.scale * torch.nn.functional.linear(hidden, layer.lora_a), layer.lora_b
+
+
 def logprobs_and_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -67,13 +98,15 @@ def logprobs_and_entropy(
     entropy: bool = True,
     chunk_bytes: int = CHUNK_BYTES,
     compiled: bool = False,
+    low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probs of n targets and the entropies over the vocabulary in nats, [n] float32 each.
 
     `hidden` is [n, h], `weight` [columns of this rank, h]; `targets` [n] are token ids; logits are divided by
     `temperature` [n]. Columns from `vocabulary` on only pad the weight. Both results have gradients with respect to
     `hidden` and `weight`; without `entropy` the second is 0. `compiled`: whether the passes over a chunk are compiled.
-    Collective over tensor-parallel ranks.
+    `low_rank` holds the factors [n, r] and [columns of this rank, r] of what an adapter adds to the logits; both have
+    gradients. Collective over tensor-parallel ranks.
     """
     first = mcore.parallel_state.get_tensor_model_parallel_rank() * len(weight)
     own = targets - first
@@ -91,6 +124,7 @@ def logprobs_and_entropy(
         entropy,
         chunk,
         compiled,
+        *(low_rank or (None, None)),
     )
     return found
 
@@ -117,12 +151,14 @@ class _Scores(torch.autograd.Function):
         entropy: bool,
         chunk: int,
         compiled: bool,
+        low: torch.Tensor | None,
+        low_weight: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         context.set_materialize_grads(False)
         logprobs = torch.empty((len(hidden), 1), device=hidden.device)
         norms, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
         for part in _parts(len(hidden), chunk):
-            logits = hidden[part] @ weight.T
+            logits = _logits(hidden, weight, low, low_weight, part)
             top, *sums = softmax_sums(
                 logits, own[part], temperature[part], padding=padding, entropy=entropy, compiled=compiled
             )
@@ -131,32 +167,61 @@ class _Scores(torch.autograd.Function):
             norms[part] = top + total.log()
             if entropy:
                 entropies[part] = total.log() - weighed[0] / total
-        context.save_for_backward(hidden, weight, own, here, temperature, norms, entropies)
+        context.save_for_backward(hidden, weight, own, here, temperature, norms, entropies, low, low_weight)
         context.chunk, context.constants = chunk, {"padding": padding, "compiled": compiled}
         return logprobs[:, 0], entropies[:, 0]
 
     @staticmethod
     def backward(context: Any, for_logprobs: torch.Tensor | None, for_entropies: torch.Tensor | None) -> Any:
-        hidden, weight, own, here, temperature, norms, entropies = context.saved_tensors
+        hidden, weight, own, here, temperature, norms, entropies, low, low_weight = context.saved_tensors
         wanted = torch.zeros_like(norms) if for_logprobs is None else for_logprobs[:, None].contiguous()
         drawn = None if for_entropies is None else for_entropies[:, None].contiguous()
         to_hidden = torch.empty_like(hidden)
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if context.needs_input_grad[1] else None
+        to_low = None if low is None else torch.empty_like(low)
+        to_low_weight = None if low_weight is None else torch.zeros_like(low_weight, dtype=torch.float32)
         for part in _parts(len(hidden), context.chunk):
-            logits = hidden[part] @ weight.T
+            logits = _logits(hidden, weight, low, low_weight, part)
             of_tokens = [
                 None if one is None else one[part] for one in (own, here, temperature, norms, wanted, drawn, entropies)
             ]
             products, at_target = logit_slopes(logits, *of_tokens, **context.constants)
             products.scatter_(-1, own[part], at_target)
             to_hidden[part] = products @ weight
-            if to_weight is not None and weight.dtype is torch.float32:
-                to_weight.addmm_(products.T, hidden[part])
-            elif to_weight is not None:
-                to_weight += products.T @ hidden[part]
+            if to_weight is not None:
+                _add_product(to_weight, products.T, hidden[part])
+            if to_low is not None and to_low_weight is not None:
+                to_low[part] = products @ low_weight
+                _add_product(to_low_weight, products.T, low[part])
         # Each tensor-parallel rank has only its columns' part of the gradient. Megatron would sum it later, into a copy
         # of a tensor that is not contiguous, and so lose the sum.
-        return _all_reduce(to_hidden), None if to_weight is None else to_weight.to(weight.dtype), *[None] * 7
+        return (
+            _all_reduce(to_hidden),
+            None if to_weight is None else to_weight.to(weight.dtype),
+            *[None] * 7,
+            None if to_low is None else _all_reduce(to_low),
+            None if to_low_weight is None else to_low_weight.to(low_weight.dtype),
+        )
+
+
+def _logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    low: torch.Tensor | None,
+    low_weight: torch.Tensor | None,
+    part: slice,
+) -> torch.Tensor:
+    """Return the logits of a chunk, with what an adapter adds."""
+    logits = hidden[part] @ weight.T
+    return logits if low is None or low_weight is None else logits.addmm_(low[part], low_weight.T)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add a product to a float32 sum, in place."""
+    if right.dtype is torch.float32:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
 
 
 def _parts(count: int, chunk: int) -> Iterator[slice]:

@@ -30,12 +30,13 @@ from turnlog.trainer import (
     WeightsMismatch,
     mcore,
 )
+from turnlog.trainer.algorithms.objective import Columns
 from turnlog.trainer.checkpoints.places import FolderPlace, StorePlace, file_sha256
 from turnlog.trainer.checkpoints.state import Save, read_common
 from turnlog.trainer.families.family import as_dict
 from turnlog.trainer.families.shape import TINY, TINY_MIXTURE, ModelShape
 from turnlog.trainer.launch import process_group
-from turnlog.trainer.learner import Learner
+from turnlog.trainer.learner import Learner, _Forward
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, imitation
 from turnlog.trainer.warm_start import random_weights
 
@@ -205,6 +206,9 @@ def test_gaps_of_kinds_of_engines_are_over_the_tokens_that_they_sampled() -> Non
     assert len(reported.metrics) == 8
     for name in ("logprob_gap_max", "logprob_gap_mean", "old_cache_gap_max", "old_cache_gap_mean"):
         assert getattr(reported, name) == pytest.approx(getattr(found, name), rel=1e-5)
+    unnamed = dataclasses.replace(rows, engine_kind=None)
+    forward = _Forward(OBJECTIVE, Columns(), unnamed, rows.temperature <= 0, 1, False, None)
+    assert (forward.kind_sums.numel(), forward.kind_gap_max.numel()) == (0, 0), "a batch without kinds costs nothing"
     of_one_kind = dataclasses.replace(rows, engine_kind=np.ones_like(kinds))
     assert set(gaps_of_kinds(learner.measure(of_one_kind, OBJECTIVE).metrics, "logprob_gap_max")) == {"sglang"}
     assert not gaps_of_kinds(
