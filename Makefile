@@ -31,8 +31,9 @@ VLLM_ENVIRONMENT := .venv-vllm/.ready
 # computes fills the gaps that they leave.
 comma := ,
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)
-# Three keep two cores busy, since most of what integration tests do is wait, and fit into 16 GB.
-WORKERS ?= 4
+# Three keep two cores busy, since most of what integration tests do is wait. With four, runs that start at the same moment
+# take each other so much time on a slow machine that their servers count as dead.
+WORKERS ?= 3
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 
 .PHONY: supported of-another-version help demo test test-long test-fresh test-compose test-kube test-secured screenshots templates lint check bench chaos soak learning mutants images sbom schemas docs lock gpu gpu-environment clean
@@ -193,6 +194,7 @@ lock-%: $(UV)
 	@$(COMPILE) -c .cache/before-verl --group trainers -o locks/$*/trainers.lock
 	@grep -E '^(torch|torchvision|triton|nvidia-[a-z0-9-]*|cuda-[a-z-]*)==' locks/$*/all.lock | sed 's/ .*//' >.cache/same-torch  # on the disk once
 	@$(RESOLVE) -c .cache/same-torch --group vllm -o locks/$*/vllm.lock
+	@$(RESOLVE) -c .cache/same-torch --group tinker -o locks/$*/tinker.lock
 	@$(RESOLVE) $(FOLLOW) --group sbom -o locks/$*/sbom.lock
 	@echo 'verifiers[ta]==0.4.0' | $(RESOLVE) - -o locks/$*/verifiers.lock  # of tests: users bring their own
 	@echo 'verifiers==0.3.1' | $(RESOLVE) - -o locks/$*/verifiers-classic.lock
