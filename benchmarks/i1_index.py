@@ -137,10 +137,11 @@ def _session(number: int, reward: float, turns: int) -> tuple[object, ...]:
     began, version = 1_700_000_000_000 + number * 10, number // 10_000
     return (
         _name(number), f"group-{number // 8}", f"{_name(number // 8)}/{number % 8}", number % 8, 0,
-        f"task-{number % 5000}", ("calc", "code", "search")[number % 3], "train", "loop/1", "policy", "sandbox/1", 1,
+        f"task-{number % 5000}", ("calc", "code", "search")[number % 3], "train", "loop/1", "policy", "sandbox/1",
+        "origin", 1,
         began, began + 1000, "completed" if number % 50 else "truncated", "", 1, 1, reward,
         f'{{"format": 1.0, "tests": {reward:.3f}}}', "tests/1", None, turns, turns - 1, number % 7 == 0, turns * 200,
-        turns * 400, version, version, reward - 0.5, None, turns * 190, number // 512,
+        turns * 400, '["engine-0"]', version, version, reward - 0.5, None, turns * 190, number // 512,
         ("trained", "discarded", "excluded", "dropped")[number % 4] if number % 3 else "not_training",
     )  # fmt: skip
 

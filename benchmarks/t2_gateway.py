@@ -189,6 +189,12 @@ async def all_measured(
     return found
 
 
+def core_s(process: psutil.Process) -> float:
+    """Processor seconds of a process so far."""
+    spent = process.cpu_times()
+    return spent.user + spent.system
+
+
 def report(found: dict[tuple[str, bool], Times]) -> int:
     """The line: the dialect that costs most."""
     detail: dict[str, Any] = {}

@@ -4,9 +4,9 @@ filters and reward transforms.
 Each name must be offered by one package. If two offered it, the order of sys.path would decide, so that is an error.
 
 A package offers an object as `name = "module:OBJECT"` under `turnlog.policies`, `turnlog.estimators`,
-`turnlog.algorithms`, `turnlog.auxiliary_losses`, `turnlog.group_filters` or `turnlog.reward_transforms`. OBJECT is a
-Policy, or an Estimator, Algorithm, Auxiliary, GroupFilter or RewardTransform of that name. Only plugins that the
-settings name are imported.
+`turnlog.algorithms`, `turnlog.auxiliary_losses`, `turnlog.group_filters`, `turnlog.reward_transforms` or
+`turnlog.cheat_detectors`. OBJECT is a Policy, or an Estimator, Algorithm, Auxiliary, GroupFilter, RewardTransform or
+CheatDetector of that name. Only plugins that the settings name are imported.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, TypeVar
 
 from turnlog import setting_types
+from turnlog.processors.core.cheating.detectors import ACROSS, CheatDetector
 from turnlog.processors.core.methods.estimators import Estimator
 from turnlog.processors.core.methods.group_filters import GroupFilter
 from turnlog.processors.core.methods.policies import Policies, Policy
 from turnlog.processors.core.methods.reward_transforms import RewardTransform
 from turnlog.processors.core.methods.rules import BUILT_IN, Methods, split
-from turnlog.settings import FoldSettings, SettingsError, TrainerSettings, declarations
+from turnlog.settings import CheatingSettings, FoldSettings, SettingsError, TrainerSettings, declarations
 
 
 class NamedPlugin(Protocol):
@@ -34,7 +35,7 @@ class NamedPlugin(Protocol):
 M = TypeVar("M", bound=NamedPlugin)
 GROUPS = {
     f"{section}.{key}": own.group
-    for section, kind in (("fold", FoldSettings), ("trainer", TrainerSettings))
+    for section, kind in (("fold", FoldSettings), ("trainer", TrainerSettings), ("cheating", CheatingSettings))
     for key, hint in declarations(kind).items()
     if (own := setting_types.find_offered(hint))
 }
@@ -71,7 +72,19 @@ def load_methods(fold: FoldSettings) -> Methods:
         group_filters=_with_own(BUILT_IN.group_filters, filters, "fold.group_filters", GroupFilter),
         reward_transforms=_with_own(BUILT_IN.reward_transforms, transforms, "fold.reward_transforms", RewardTransform),
         policies=installed_policies(fold.policy),
+        cheat_detectors=_with_own(
+            BUILT_IN.cheat_detectors,
+            [name for name in fold.exclude_flagged if name not in ACROSS],
+            "fold.exclude_flagged",
+            CheatDetector,
+        ),
     )
+
+
+def load_detectors(cheating: CheatingSettings) -> tuple[CheatDetector, ...]:
+    """Return the detectors of sessions that [cheating] detectors names. Raises SettingsError as `load_methods`."""
+    key, names = "cheating.detectors", [name for name in cheating.detectors if name not in ACROSS]
+    return tuple(one(name, BUILT_IN.cheat_detectors, key, CheatDetector) for name in names)
 
 
 def installed_policies(name: str) -> Policies:

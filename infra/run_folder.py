@@ -211,6 +211,7 @@ class Endpoints:
     gateway: str = ""
     views: str = ""
     dashboard: str = ""
+    tinker: str = ""
     health: dict[str, str] = dataclasses.field(default_factory=dict)
     """Role instance -> base URL of /healthz, /readyz, /metrics."""
     supervisor_pid: int = 0

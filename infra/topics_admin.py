@@ -59,11 +59,11 @@ class Access:
 
 AGENTS = (topics.SESSIONS, topics.TURNS, topics.SNAPSHOTS)
 PARKED = topics.DEAD_LETTERS
-REFUSABLE = tuple(topic for topic in CATALOGUE if topic not in (topics.RUNS, topics.TREES, PARKED))
+REFUSABLE = tuple(topic for topic in CATALOGUE if topic not in (topics.RUNS, topics.TREES, topics.AUDIT, PARKED))
 """Topics whose readers dead-letter records. Readers of the other topics never do."""
 UNINDEXED = (
     *(topics.GROUP_REQUESTS, topics.GROUP_SCORES, topics.ENGINE_REQUESTS),
-    *(topics.TRANSFERS, topics.RUN_HEALTH),
+    *(topics.TRANSFERS, topics.RUN_HEALTH, topics.TENANT_COMMANDS, topics.TENANT_RESULTS, topics.AUDIT),
 )
 INDEXED = tuple(topic for topic in CATALOGUE if topic not in UNINDEXED)
 PRUNED = tuple(topic for topic in CATALOGUE if topic not in CONTROL)
@@ -129,6 +129,13 @@ ACCESS: Mapping[str, Access] = {
         writes=(topics.ENGINES, topics.TRANSFERS),
         owner=TransactionalId.LOADER,
     ),
+    "tinker": Access(
+        group=ConsumerGroup.TINKER,
+        consumes=(topics.TENANT_COMMANDS,),
+        reads=(topics.TENANT_RESULTS,),
+        writes=(topics.RUNS, topics.TENANT_COMMANDS, topics.TENANT_RESULTS, PARKED),
+        owner=TransactionalId.TINKER,
+    ),
     "views": Access(
         group=ConsumerGroup.VIEWS,
         consumes=(topics.SESSIONS, topics.STEPS, topics.WEIGHTS),
@@ -152,7 +159,7 @@ ACCESS: Mapping[str, Access] = {
     "track": Access(reads=(topics.STEPS,)),
     "lag": Access(reads=CATALOGUE, asks=tuple(ConsumerGroup), appends=False),
     "alerts": Access(reads=CATALOGUE, asks=tuple(ConsumerGroup)),
-    "reader": Access(reads=CATALOGUE, asks=tuple(ConsumerGroup)),
+    "reader": Access(reads=CATALOGUE, asks=tuple(ConsumerGroup), writes=(topics.AUDIT,)),
     "prune": Access(
         reads=(topics.BATCHES, topics.GROUP_REQUESTS, topics.TASKS),
         asks=(ConsumerGroup.ASSEMBLER, ConsumerGroup.RUNNER, ConsumerGroup.SANDBOX, ConsumerGroup.VIEWS),
@@ -183,8 +190,8 @@ VERBS: Mapping[str, str] = {
     "archive": "role archive; log archive flush and status",
     "index": "role index; log index build",
     "lag": "role lag",
-    "reader": "status, replay, dataset, export, dashboard, run list; log books, eval, fold, report, reward, session, "
-    "tail, why, dead-letters list and show",
+    "reader": "status, replay, dataset, export, dashboard, run list; log audit, books, cheating, eval, fold, report, "
+    "reward, session, tail, why, dead-letters list and show",
     "prune": "log archive prune",
     "dead-letters": "log dead-letters requeue",
     "skip": "log dead-letters skip",

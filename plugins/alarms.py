@@ -25,7 +25,13 @@ LINES: Final[Mapping[str, Line]] = {
     "gap": ("Trainer and engines", "trainer and engine differ with the same weights"),
     "refused": ("Trainer and engines", "truncated or wrong weight file"),
     "late": ("Trainer and engines", "an engine serves an old version"),
+    "flagged": ("Folds", "sessions are flagged as cheating"),
 }
+LOOKED_AT: Final = 1000
+"""Number of newest rewarded sessions among which flagged ones raise an alert."""
+FLAGGED: Final = """SELECT f.detector, count(DISTINCT f.session_id) AS n FROM flags f JOIN sessions s
+    ON s.session_id = f.session_id WHERE s.excluded IS NOT 'flagged' AND f.session_id IN
+    (SELECT session_id FROM solutions ORDER BY ended_ms DESC, session_id DESC LIMIT ?) GROUP BY f.detector ORDER BY 1"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,10 @@ def alarms(index: Index, steps: Sequence[Row], versions: Sequence[Row], engines:
     if late:
         said = f"{', '.join(late)}: serving, and two or more versions behind the newest weights"
         yield alarm("late", said, "/weights")
+    if flagged := index.rows(FLAGGED, LOOKED_AT):
+        by = ", ".join(f"{row['detector']} {row['n']:,}" for row in flagged)
+        said = f"of the newest {LOOKED_AT:,} rewarded sessions, detectors of cheating flag and nothing excludes: {by}"
+        yield alarm("flagged", said, "/cheating")
 
 
 def behind(engine: Row, newest: int | None) -> int | None:

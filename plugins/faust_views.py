@@ -35,6 +35,9 @@ from faust.tables.recovery import Recovery
 from faust.types import TP
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from turnlog.infra.access import AccessFailure, ProviderUnavailable, TokenRejected
+from turnlog.infra.access.bearers import Bearers
+from turnlog.infra.access.oidc import OidcProvider
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.kafka import KafkaLog
@@ -43,7 +46,7 @@ from turnlog.infra.kafka.connection import Connection, convert_errors
 from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import PATIENT_S, LogError
 from turnlog.infra.registry import HttpRegistry, RegistryUnavailable
-from turnlog.infra.roles import log_lines
+from turnlog.infra.roles import http_clients, log_lines
 from turnlog.infra.roles.ending import obey
 from turnlog.infra.roles.health import Health, serve_health
 from turnlog.infra.roles.measures import BYTES, STAGE_S
@@ -57,7 +60,7 @@ from turnlog.schemas import SchemaError, UnknownSchemaId, topics
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import Event, SessionFinished, SessionStarted, StepCompleted, WeightVersionPublished
 from turnlog.schemas.topics import Topic
-from turnlog.settings import Settings
+from turnlog.settings import AccessRole, AccessSettings, Settings
 
 log = logging.getLogger(__name__)
 RETRY_S = 1.0
@@ -328,6 +331,8 @@ def make_app(settings: Settings, codec: Codec, folder: Path, connection: Connect
         web_enabled=address is not None,
         web_host=urlsplit(client_url(host, port)).netloc.rpartition(":")[0],
         web_port=port,
+        web_tables_enabled=False,  # Faust's own pages show the tables to anybody who reaches the port
+        web_router_enabled=False,
         web_bind="" if bindable(host) == EVERY else bindable(host),  # on ::, asyncio's servers accept IPv6 only
         loghandlers=[log_lines.handler(sys.stderr, as_json=log_lines.is_json(os.environ))],
     )
@@ -342,7 +347,7 @@ def make_app(settings: Settings, codec: Codec, folder: Path, connection: Connect
             await servers.watch()
 
     app.task(watch)
-    _pages(app, tables, health)
+    _pages(app, tables, health, settings.access)
     return app
 
 
@@ -497,11 +502,41 @@ def _beats(app: faust.App, health: Health, connection: Connection) -> None:
     app.timer(LOOK_EVERY_S)(patiently)
 
 
-def _pages(app: faust.App, tables: dict[str, Any], health: Health) -> None:
+class ViewsGuard:
+    """Access control of /views: anybody without [access], else a bearer token with the role of a reader."""
+
+    def __init__(self, access: AccessSettings) -> None:
+        self._access = access
+        self._bearers: Bearers | None = None
+
+    async def refusal(self, authorization: str) -> tuple[int, str] | None:
+        """Return status and reason for a request that is refused, or None if it may be answered. Use it from one event
+        loop."""
+        if not self._access.restricted:
+            return None
+        if self._bearers is None:  # here, because a client belongs to the loop that uses it
+            provider = OidcProvider(self._access, http_clients.outside()) if self._access.oidc_issuer else None
+            self._bearers = Bearers(self._access, provider)
+        try:
+            person = await self._bearers.person(authorization)
+        except ProviderUnavailable as failure:
+            return 503, str(failure)
+        except TokenRejected as failure:
+            return 401, str(failure)
+        except AccessFailure as failure:
+            return 403, str(failure)
+        return None if person.may(AccessRole.READER) else (403, f"{person.described} has no role")
+
+
+def _pages(app: faust.App, tables: dict[str, Any], health: Health, access: AccessSettings) -> None:
+    guard = ViewsGuard(access)
+
     def waiting() -> dict[str, str]:
         return health.waiting | ({} if _tables_are_whole(app) else {"tables": MOVING})
 
     async def views(web: Any, request: Any) -> Any:
+        if (refused := await guard.refusal(request.headers.get("Authorization", ""))) is not None:
+            return web.json({"unavailable": refused[1]}, status=refused[0])
         if "tables" in waiting():  # half a table looks like a whole one
             return web.json({"unavailable": MOVING}, status=503)
         return web.json(picture(tables["sessions"].data.outcomes(), tables["steps"], tables["versions"]))

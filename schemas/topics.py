@@ -76,15 +76,19 @@ ENGINES = Topic(
 )
 ENGINE_REQUESTS = Topic("engine-requests", "engine_id", ("EngineRequested",), "one")
 RUN_HEALTH = Topic("run-health", "run_id", ("RoleFailed",), "one")
+TENANT_COMMANDS = Topic("tenant-commands", "run_id", ("TenantCommandReceived",), "one")
+TENANT_RESULTS = Topic("tenant-results", "run_id", ("TenantCommandCompleted", "TenantStateSaved"), "one")
+AUDIT = Topic("audit", "run_id", ("AccessAudited",), "one")
 DEAD_LETTERS = Topic("dead-letters", "key", ("DeadLetter",), "one")
 
 CATALOGUE: tuple[Topic, ...] = (
     RUNS, GROUP_REQUESTS, TASKS, SESSIONS, TURNS, SNAPSHOTS, TOOL_CALLS, TOOL_RESULTS, TREES, SAMPLES, GROUP_SCORES,
-    SCORES, BATCHES, STEPS, WEIGHTS, TRANSFERS, ENGINES, ENGINE_REQUESTS, RUN_HEALTH, DEAD_LETTERS,
+    SCORES, BATCHES, STEPS, WEIGHTS, TRANSFERS, ENGINES, ENGINE_REQUESTS, RUN_HEALTH, TENANT_COMMANDS, TENANT_RESULTS,
+    AUDIT, DEAD_LETTERS,
 )  # fmt: skip
 CONTROL: tuple[Topic, ...] = (
     RUNS, GROUP_REQUESTS, GROUP_SCORES, BATCHES, STEPS, WEIGHTS, TRANSFERS, ENGINES, ENGINE_REQUESTS, RUN_HEALTH,
-    DEAD_LETTERS,
+    TENANT_COMMANDS, TENANT_RESULTS, AUDIT, DEAD_LETTERS,
 )  # fmt: skip
 """Topics that roles and operators read from the beginning: they are small and kept for the life of the run. Of every
 other topic only records of unfinished work are needed, so older ones may be deleted once they are archived

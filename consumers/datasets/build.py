@@ -169,20 +169,46 @@ def _same_bytes(path: Path, file: DataFile) -> None:
         raise DatasetDamaged(f"{path}: its {size} bytes are not the {file.size} that were written; build again")
 
 
-def _batches(path: Path, manifest: DatasetManifest) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a file under the schema of the view. Raises DatasetDamaged."""
-    wanted = VIEWS[manifest.view]
+SESSIONS_OF = {
+    "rl": (("session_id", "trained_tokens"),),
+    "sft": (("session_id", "tokens"),),
+    "preference": (("chosen_session_id", None), ("rejected_session_id", None)),
+}
+"""Columns of each view that hold the id of a session and its number of tokens. None: the tokens of a pair are not
+counted by session."""
+
+
+def session_rows(dataset: Path, manifest: DatasetManifest) -> Iterator[list[tuple[str, str, int]]]:
+    """Yield, for each row of a dataset, (run id, session id, tokens) of each of its sessions. Tokens are the trained
+    ones of `rl`, all of `sft`, and 0 of `preference`. Raises DatasetDamaged."""
+    sides = SESSIONS_OF[manifest.view]
+    names = ["run_id", *(name for side in sides for name in side if name is not None)]
+    for file in manifest.files:
+        for batch in _batches(dataset / file.name, manifest, names):
+            runs = batch["run_id"].to_pylist()
+            columns = [
+                (batch[name].to_pylist(), [0] * len(batch) if count is None else batch[count].to_pylist())
+                for name, count in sides
+            ]
+            for row, run in enumerate(runs):
+                yield [(run, sessions[row], tokens[row]) for sessions, tokens in columns]
+
+
+def _batches(path: Path, manifest: DatasetManifest, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a file under the schema of the view, or only some of its columns. Raises DatasetDamaged."""
+    whole = VIEWS[manifest.view]
+    wanted = whole if columns is None else pa.schema([whole.field(name) for name in columns])
     reader: Any
     try:
         if manifest.format == "parquet":
             reader = pq.ParquetFile(path)
-            found = (reader.read_row_group(group) for group in range(reader.num_row_groups))
+            found = (reader.read_row_group(group, columns) for group in range(reader.num_row_groups))
         else:
             reader = pa.ipc.open_file(pa.memory_map(str(path)))
             found = (pa.Table.from_batches([reader.get_batch(at)]) for at in range(reader.num_record_batches))
         for table in found:
             yield from table.select(wanted.names).cast(wanted).combine_chunks().to_batches()
-    except (pa.ArrowException, KeyError) as error:
+    except (pa.ArrowException, KeyError, FileNotFoundError) as error:
         raise DatasetDamaged(f"{path}: not a file of the view {manifest.view}: {error}") from error
 
 

@@ -262,13 +262,15 @@ class Inputs:
     """Decoder of input records for one fold, without the records that an operator asked to skip."""
 
     def __init__(
-        self, role: Role, rules: FoldRules, unit: int, skips: Skips = frozenset(), placed: Placed | None = None
-    ) -> None:
-        """`placed` replaces an event by another, for this fold alone."""
+        self, role: Role, rules: FoldRules, unit: int, skips: Skips = frozenset(), placed: Placed | None = None,
+        *, messages: bool = False,
+    ) -> None:  # fmt: skip
+        """`placed` replaces an event by another, for this fold alone. `messages`: also fetch the messages of turns, for
+        a reader that needs them although the fold does not."""
         self._placed = placed
         self._role = role
         self._rules = rules
-        self._messages = rules.cutting.needs_messages
+        self._messages = messages or rules.needs_messages
         self._unit = unit
         self.skips = skips
 

@@ -83,6 +83,8 @@ IDS = {
     "`event_id` of ToolCallCompleted": '"tool-call-completed", call_id, attempt',
     "`event_id` of SampleBatchFormed, BatchSkipped": "record, run_id, batch_index",
     "`event_id` of StepCompleted": "record, run_id, batch_index, incarnation",
+    "`event_id` of TenantCommandReceived, TenantCommandCompleted": "record, request_id",
+    "`event_id` of TenantStateSaved": "record, run_id, executed, folder",
     "`event_id` of WeightVersionPublished": "record, run_id, version",
     "`event_id` of a version's second WeightVersionPublished": 'record, run_id, version, "durable"',
     "`event_id` of WeightTransferBegun": "record, run_id, version, attempt",

@@ -42,10 +42,11 @@ from turnlog.settings import (
     LivenessSettings,
     RegistrySettings,
     Settings,
+    TinkerSettings,
     ViewsSettings,
 )
 
-THREADED = frozenset({"trainer"})
+THREADED = frozenset({"trainer", "tinker"})
 """Roles that compute; all others get OMP_NUM_THREADS=1."""
 LOG_AND_STORE, ON_LOG, GATEWAY, ROLE = 0, 1, 2, 3
 """Tiers: the highest is stopped first, so that a role can drain into the servers that it writes to."""
@@ -92,6 +93,7 @@ def engine_member(settings: Settings, name: str, port: int = 0) -> tuple[Member,
         port=port,
         name=name,
         lora_rank=lora_rank_of(settings),
+        lora_output=settings.tinker.enabled,
         served=ServedNote.of(settings.run.directory, settings.run.id, name),
     )
     launch = dataclasses.replace(engine.launch(), liveness=_generating(engine, settings))
@@ -170,11 +172,13 @@ def port_of(url: str) -> str:
 
 ROLES = (
     "gateway", "runner", "sandbox", "assembler", "batcher", "trainer", "loader", "views", "archive", "index",
-    "dashboard", "alerts",
+    "dashboard", "alerts", "tinker",
 )  # fmt: skip
 """Roles that `turnlog up` runs. A name given twice means two processes; `loader` means one per engine. Those from
-`views` on can be switched off in their settings (for alerts: urls), and a dashboard includes its indexer. `turnlog run`
-feeds the tasks."""
+`views` on can be switched off in their settings (for alerts: urls), and a dashboard includes its indexer. With [tinker]
+enabled, `tinker` runs in place of those that train by recipes. `turnlog run` feeds the tasks."""
+WITHOUT_TINKER = ("gateway", "runner", "sandbox", "assembler", "batcher", "trainer", "loader", "views")
+"""Roles that do not run beside the Tinker server."""
 READING = ("reading",)
 """Value in place of ROLES for reading what a run has recorded: no role and no engine."""
 SERVER_DEATHS = 3
@@ -217,6 +221,7 @@ class LaunchPlan:
             gateway=settings.gateway.url or ("" if reads else self._address(settings.gateway, "[gateway] port")),
             views="" if reads else self._address(settings.views, "[views] port"),
             dashboard=self._address(settings.dashboard, "[dashboard] port") if shown else "",
+            tinker=self._address(settings.tinker, "[tinker] port") if settings.tinker.enabled and not reads else "",
             health={slot.name: client_url(health_host(os.environ), next(self._ports)) for slot in slots},
         )
         self._tell_engines()
@@ -279,7 +284,9 @@ class LaunchPlan:
         return claim(wanted, setting, host) if wanted else next(self._ports)
 
     def _address(
-        self, server: DashboardSettings | GatewaySettings | RegistrySettings | ViewsSettings, setting: str
+        self,
+        server: DashboardSettings | GatewaySettings | RegistrySettings | TinkerSettings | ViewsSettings,
+        setting: str,
     ) -> str:
         return client_url(server.host, self._port(server.port, setting, server.host))
 
@@ -379,6 +386,8 @@ class LaunchPlan:
                 counts.pop(role, None)
         if not self._settings.alerts.urls:
             counts.pop("alerts", None)
+        for role in WITHOUT_TINKER if self._settings.tinker.enabled else ("tinker",):
+            counts.pop(role, None)
         if self._settings.trainer.launcher == "torchrun" or self._settings.trainer.kind == "external":
             counts.pop("trainer", None)
         found = []
@@ -395,6 +404,8 @@ class LaunchPlan:
             env |= ONE_HOST
         if slot.role == "gateway":
             env["TURNLOG_GATEWAY_PORT"] = port_of(self.endpoints.gateway)
+        if slot.role == "tinker":
+            env["TURNLOG_TINKER_PORT"] = port_of(self.endpoints.tinker)
         if slot.role == "views":
             env["TURNLOG_VIEWS_PORT"] = port_of(self.endpoints.views)
         if slot.role == "dashboard":

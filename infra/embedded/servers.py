@@ -29,7 +29,7 @@ from turnlog.infra.embedded.vllm_command import vllm_argv, vllm_environment
 from turnlog.infra.roles.http_clients import fetch_json
 from turnlog.infra.roles.probe import client_url
 from turnlog.infra.run_folder import STORE_KEY, kept_secret
-from turnlog.infra.tensors.adapters import ATTENTION, DENSE
+from turnlog.infra.tensors.adapters import ATTENTION, DENSE, OUTPUT
 from turnlog.infra.tensors.files import NoWeights, weight_files
 from turnlog.infra.tensors.served import ServedNote
 from turnlog.infra.tensors.versions import Held
@@ -93,19 +93,21 @@ class EngineServer(ManagedServer):
         name: str = "engine-0",
         place: int | None = None,
         lora_rank: int = 0,
+        lora_output: bool = False,
         served: ServedNote | None = None,
     ) -> None:
         """Port 0 picks a free one, which every start of this object uses. Raises PortTaken, ModelMissing.
 
         The number in `name` gives the seed. `place`: number of the engine on this machine, which gives its GPUs; None
-        if it is the number in `name`. `lora_rank`: rank of the adapters that it will load, 0 for none. `served`: note
-        in which its loader records the weights for the next start."""
+        if it is the number in `name`. `lora_rank`: rank of the adapters that it will load, 0 for none.
+        `lora_output`: whether they may change the output layer. `served`: note in which its loader records the weights
+        for the next start."""
         check_model(model)
         self._model = model.resolve()
         self._settings = settings
         self._log = log
         number = number_of(name)
-        self._seed, self._lora_rank = number + 1, lora_rank
+        self._seed, self._lora_rank, self._lora_output = number + 1, lora_rank, lora_output
         self._first_gpu = settings.first_gpu + settings.gpus * (number if place is None else place)
         self.kind = settings.kind_of(name)
         own = self.kind == "vllm" or any(argument.startswith(CHANGES_WEIGHTS) for argument in settings.extra_args)
@@ -223,7 +225,8 @@ class EngineServer(ManagedServer):
         """Return the LoRA arguments: an engine that starts without an adapter must know which modules adapters may
         target."""
         config = json.loads((self._model / "config.json").read_bytes())
-        targets = ATTENTION if min(routing_of_model(config)) > 0 else DENSE
+        targets: tuple[str, ...] = ATTENTION if min(routing_of_model(config)) > 0 else DENSE
+        targets += OUTPUT if self._lora_output else ()
         return (
             *("--enable-lora", "--max-lora-rank", str(self._lora_rank), "--lora-target-modules", *targets),
             *(("--lora-backend", "torch_native") if on_cpu else ()),
@@ -238,6 +241,8 @@ def number_of(name: str) -> int:
 
 def lora_rank_of(settings: Settings) -> int:
     """Return the rank of the adapters that a run's engines are to load; 0 if they load none."""
+    if settings.tinker.enabled:
+        return settings.tinker.max_rank
     return settings.trainer.lora_rank if settings.trainer.publish == "adapter" else 0
 
 
@@ -255,6 +260,7 @@ def serve_engine(settings: Settings) -> int:
         name=name,
         place=0,
         lora_rank=lora_rank_of(settings),
+        lora_output=settings.tinker.enabled,
         served=ServedNote.of(settings.run.directory, settings.run.id, name),
     )
     launch = engine.launch()

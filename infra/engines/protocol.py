@@ -115,6 +115,8 @@ class Generate:
     """Requests share cached prompts only within one key and one adapter. Empty: shared with all that have none."""
     adapter: Adapter | None = None
     """Adapter that answers, or None. Output is labelled with its name."""
+    prompt_logprobs: bool = False
+    """Whether the log-probs of the prompt are requested, at temperature 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +134,8 @@ class OutputChunk:
     experts: bytes | None = None
     """Routed experts, in the last piece if they were requested and returned: little-endian int32 ids, layers x top_k
     per position, for positions experts_from to prompt + output - 2."""
+    prompt_logprobs: tuple[float | None, ...] = ()
+    """Log-probs of the prompt's tokens, None for the first, in the last piece if they were requested."""
 
 
 class Engine(Protocol):

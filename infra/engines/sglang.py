@@ -114,6 +114,8 @@ def _body(request: Generate, stream: bool) -> dict[str, Any]:
     }
     if request.experts_from is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
+    if request.prompt_logprobs:
+        body["logprob_start_len"] = 0
     if request.cache_key:
         body["extra_key"] = request.cache_key
     if request.adapter is not None:
@@ -186,6 +188,7 @@ class _Pieces:
             versions=self._versions(meta, len(new)),
             cached_tokens=meta.get("cached_tokens") or 0,
             experts=_experts(meta),
+            prompt_logprobs=_prompt_logprobs(self._request, meta) if finish is not None else (),
         )
 
     def _versions(self, meta: dict[str, Any], count: int) -> tuple[tuple[str, int], ...]:
@@ -207,6 +210,16 @@ class _Pieces:
             same = self._labels.pop()[1] if self._labels and self._labels[-1][0] == str(label) else 0
             self._labels.append((str(label), same + count))
         return tuple(self._labels)
+
+
+def _prompt_logprobs(request: Generate, meta: dict[str, Any]) -> tuple[float | None, ...]:
+    """Return the log-prob of each prompt token; the first has none."""
+    if not request.prompt_logprobs:
+        return ()
+    triples = meta["input_token_logprobs"]
+    if [triple[1] for triple in triples] != list(map(int, request.input_ids)):
+        raise EngineRefused("the engine's prompt log-probs belong to other tokens than its prompt")
+    return tuple(triple[0] for triple in triples)
 
 
 def _experts(meta: dict[str, Any]) -> bytes | None:

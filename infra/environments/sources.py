@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from turnlog.infra.code_version import package_version
 from turnlog.infra.environments.tasks import TaskSource
 from turnlog.infra.environments.warm_starts import WarmStart
 from turnlog.infra.offers import find_plugins
@@ -123,6 +124,16 @@ def weights_option(option: str, text: str) -> dict[str, float]:
         if not 0 < weights[name] < float("inf"):
             raise BadSource(f"{option}={text}: the weight {weight!r} of {name} must be a number above 0")
     return weights
+
+
+@cache
+def packages_of(text: str) -> dict[str, str]:
+    """Return the Python package that offers a source, with its version and commit; {} if no package does. Raises
+    RecipeError."""
+    name, _ = split_source(text)
+    point = find_plugins(EntryPointGroup.RECIPES, "recipe", AmbiguousRecipe).get(name)
+    package = None if point is None else point.dist
+    return {} if package is None else {package.name: package_version(package)}
 
 
 @cache

@@ -99,6 +99,7 @@ def drain_s(role: str, settings: Settings) -> float:
         "gateway": settings.engine.request_timeout_s + ROUND_S,  # a turn, and its records
         "sandbox": settings.sandbox.wall_s + ROUND_S,  # a call, its workspace and its answer
         "trainer": 2 * (settings.liveness.step_s or UNWATCHED_STEP_S),  # the rest of a step, then a checkpoint
+        "tinker": 2 * ROUND_S,  # a command, and its result; what is left is executed after the restart
         "loader": settings.loader.timeout_s + ROUND_S,  # a weight update, and its report
         "assembler": ROUND_S,
         "batcher": ROUND_S,

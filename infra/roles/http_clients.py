@@ -36,18 +36,21 @@ def _opener() -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def got(url: str, *, timeout_s: float) -> HTTPResponse:
-    """GET from a server of the run; the caller closes the response. Raises HTTPError for status 400 and above, OSError,
-    ValueError."""
-    return cast("HTTPResponse", _opener().open(url, timeout=timeout_s))
+def got(url: str, *, timeout_s: float, bearer: str = "") -> HTTPResponse:
+    """GET from a server of the run, with a bearer token if there is one; the caller closes the response. Raises
+    HTTPError for status 400 and above, OSError, ValueError."""
+    import urllib.request
+
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {bearer}"} if bearer else {})
+    return cast("HTTPResponse", _opener().open(request, timeout=timeout_s))
 
 
-def fetch_json(url: str, *, timeout_s: float) -> tuple[bool, dict[str, Any]]:
+def fetch_json(url: str, *, timeout_s: float, bearer: str = "") -> tuple[bool, dict[str, Any]]:
     """GET JSON; return whether the status was 2xx, and the body. Raises OSError, ValueError."""
     import urllib.error
 
     try:
-        with got(url, timeout_s=timeout_s) as answer:
+        with got(url, timeout_s=timeout_s, bearer=bearer) as answer:
             return True, json.load(answer)
     except urllib.error.HTTPError as refusal:
         with refusal:

@@ -15,6 +15,7 @@ from enum import StrEnum
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.event_log import EventLog, dead_letter, where
 from turnlog.infra.log import Log, Record
+from turnlog.infra.redaction.redactor import Redactor
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.log_lines import instance_of
 from turnlog.infra.run_folder import resolve_endpoints
@@ -110,7 +111,9 @@ async def _live(
     stack.push_async_callback(kafka.close)
     registry = HttpRegistry(settings.registry)
     stack.push_async_callback(registry.close)
-    return kafka, await stack.enter_async_context(EventLog.open(kafka, registry, writer=instance, blobs=blobs))
+    return kafka, await stack.enter_async_context(
+        EventLog.open(kafka, registry, writer=instance, blobs=blobs, redactor=Redactor.of(settings))
+    )
 
 
 async def _open_archive(

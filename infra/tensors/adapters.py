@@ -16,6 +16,8 @@ CONFIG = "adapter_config.json"
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Matrices of a decoder layer that have adapters. In a mixture of experts only those of attention have."""
 ATTENTION = DENSE[:4]
+OUTPUT = ("lm_head",)
+"""The output layer, which only adapters of tenants (turnlog.trainer.tenants) change."""
 
 
 def factors_of(matrix: str) -> tuple[str, str]:

@@ -38,6 +38,7 @@ from turnlog.plugins.harbor.task_folder import TaskFolder, bundles_tests, read_t
 from turnlog.plugins.harbor.task_toml import BadTaskFolder, parse_task_table
 from turnlog.plugins.harbor.verification import Judgement, verifier_of
 from turnlog.plugins.mcp import BadServer, with_servers
+from turnlog.processors.core.cheating.files import CONVENTIONAL
 from turnlog.schemas.events.sessions import Environment
 from turnlog.schemas.events.tools import SandboxLimits, SandboxSpec
 
@@ -263,12 +264,13 @@ def make_task(row: TaskRow) -> Task:
         _judgement(row, table, step, about, folders) for step, about in zip(steps, row["verifiers"], strict=True)
     ]
     loop = options["agent"] == "loop"
+    hidden = tuple(path for path in CONVENTIONAL if not any(f"{folder}/".startswith(path) for folder in folders))
     task = Task(
         id=row["id"],
         row=row,
         messages=({"role": "user", "content": row["prompt"]},),
         verifier=verifier_of(judgements),
-        environment=Environment(name=Harbor.name, version=Harbor.version, image=row["image"]),
+        environment=Environment(name=Harbor.name, version=Harbor.version, image=row["image"], hidden=hidden),
         sandbox=sandbox,
         tools=tool_declarations(LOOP_TOOLS) if loop else (),
         sandbox_tools=LOOP_TOOLS if loop else (),

@@ -22,6 +22,7 @@ from turnlog.trainer import LOCAL_RANK
 if TYPE_CHECKING:
     from turnlog.trainer.learner import Learner
     from turnlog.trainer.plan import LearningPlan
+    from turnlog.trainer.tenants import TenantLearner
 
 
 def local_rank(given: Mapping[str, list[str]], environment: Mapping[str, str]) -> int:
@@ -40,7 +41,7 @@ class Rank:
         self._run = run
         self._open = ExitStack()
         self._store: Any = None
-        self._learner: Learner
+        self._learner: Learner | TenantLearner
         self._first = False
 
     def place(self, model: Path) -> ActorPlacement:
@@ -69,7 +70,7 @@ class Rank:
         self._learner, self._first = learner_of(plan), rank == 0
 
     def call(self, method: str, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        """Call a method of Learner and return its result at rank 0, None elsewhere."""
+        """Call a method of the learner and return its result at rank 0, None elsewhere."""
         arguments, named = given
         found = getattr(self._learner, method)(*arguments, **named)
         return found if self._first else None

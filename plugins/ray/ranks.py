@@ -21,8 +21,7 @@ from ray.exceptions import RayError
 from turnlog.plugins.ray.cluster import ActorLost, NoCluster, bundles, join_cluster, no_room, results, start_actor
 from turnlog.plugins.ray.rank_actor import Rank
 from turnlog.trainer import LayoutUnfit, RankLost
-from turnlog.trainer.calls import P, R, Ranks
-from turnlog.trainer.learner import Learner
+from turnlog.trainer.calls import L, P, R, Ranks
 from turnlog.trainer.plan import LearningPlan
 
 log = logging.getLogger(__name__)
@@ -39,13 +38,13 @@ class OnRay(Ranks):
     def __init__(self, ranks: Sequence[Any]) -> None:
         self._ranks = ranks
 
-    def call(self, method: Callable[Concatenate[Learner, P], R], *arguments: P.args, **named: P.kwargs) -> R:
+    def call(self, method: Callable[Concatenate[L, P], R], *arguments: P.args, **named: P.kwargs) -> R:
         """Call every actor; the arguments lie in the object store once per node."""
         held = ray.put((arguments, named))
         result: R = of_ranks([rank.call.remote(method.__name__, held) for rank in self._ranks])[0]
         return result
 
-    def call_beside(self, method: Callable[Concatenate[Learner, P], R], *arguments: P.args, **named: P.kwargs) -> R:
+    def call_beside(self, method: Callable[Concatenate[L, P], R], *arguments: P.args, **named: P.kwargs) -> R:
         """Call the actor of rank 0, beside its other calls."""
         first = self._ranks[0].call.options(concurrency_group=BESIDE)
         result: R = of_ranks([first.remote(method.__name__, (arguments, named))])[0]

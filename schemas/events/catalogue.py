@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from turnlog.schemas.events.batches import BatchSkipped, SampleBatchFormed, StepCompleted
-from turnlog.schemas.events.runs import DeadLetter, RoleFailed, RunConfigured, RunPlanned
+from turnlog.schemas.events.runs import AccessAudited, DeadLetter, RoleFailed, RunConfigured, RunPlanned
 from turnlog.schemas.events.samples import GroupEmitted, GroupScored, SampleScored, SegmentSample, TurnTreeAssembled
 from turnlog.schemas.events.sessions import (
     GroupClosed,
@@ -21,6 +21,7 @@ from turnlog.schemas.events.sessions import (
     StepRewardAssigned,
 )
 from turnlog.schemas.events.tasks import GroupRequested, RolloutRequested
+from turnlog.schemas.events.tenants import TenantCommandCompleted, TenantCommandReceived, TenantStateSaved
 from turnlog.schemas.events.tools import ToolCallCancelled, ToolCallCompleted, ToolCallRequested, ToolCallStarted
 from turnlog.schemas.events.turns import TokenSnapshot, TurnCompleted
 from turnlog.schemas.events.weights import (
@@ -50,7 +51,8 @@ ALL: dict[str, type] = {
         SampleBatchFormed, BatchSkipped, StepCompleted, WeightVersionPublished, WeightTransferBegun,
         EngineRegistered, EngineWeightsAwaited, EngineWeightsLoaded, EngineWeightsRefused, EngineDraining, EngineGone,
         EngineRequested,
-        RoleFailed, DeadLetter,
+        RoleFailed, DeadLetter, AccessAudited,
+        TenantCommandReceived, TenantCommandCompleted, TenantStateSaved,
     )
 }  # fmt: skip
 UNWRITTEN: frozenset[str] = frozenset()

@@ -95,6 +95,34 @@ class RoleFailed(RunEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AccessAudited(RunEvent):
+    """Somebody looked at a run, exported from it, acted on it or logged in, or was denied that. It is written before
+    the content is shown, and holds neither content nor secrets."""
+
+    subject: str
+    """Identifier: the subject of the id token, the name of a fixed token, `link:USER` with the user who printed the
+    login link, or the user of the operating system. Empty for a visitor without a login."""
+    name: str
+    """E-mail address or user name that the provider gave, for people; else empty."""
+    login: str
+    """Kind of login: oidc, link, token, os_user, or none."""
+    role: str
+    """reader, operator or owner. Empty if the subject has no role, and for a command."""
+    action: str
+    """look, export, act or login."""
+    kind: str
+    """What was accessed: session, group, batch, record, dataset, run, audit or the name of another page or command."""
+    about: tuple[str, ...]
+    """Ids of what was accessed: sessions, a group, a batch, a record's place."""
+    form: str
+    """Format of an export; else empty."""
+    address: str
+    """Network address of the client, or the host of a command."""
+    allowed: bool
+    """False if access was denied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter(RunEvent):
     """A record that was refused: where it stands, its raw bytes, and the typed cause."""
 

@@ -36,6 +36,8 @@ class MaskReason(StrEnum):
     raw_logprobs = "raw_logprobs"
     compaction = "compaction"
     untrained_player = "untrained_player"
+    flagged = "flagged"
+    redacted = "redacted"
 
 
 class GroupStatus(StrEnum):
@@ -277,9 +279,11 @@ class RolloutScore:
     """Advantage of the rollout; null unless its samples train. If it has players with rewards of their own, the mean of
     the advantages of those that train."""
     excluded_reason: str | None
-    """Null for a valid rollout; else the name of an outcome, verifier_failure or refused."""
+    """Null for a valid rollout; else the name of an outcome, verifier_failure, refused or flagged."""
     players: tuple[PlayerScore, ...] = ()
     """Players with rewards of their own, by name. Written by fold version 5 and later."""
+    flags: tuple[str, ...] = ()
+    """Names of the detectors of cheating ([fold] exclude_flagged) that flagged the rollout, sorted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,6 +320,8 @@ class GroupScored(GroupEvent):
     roles: tuple[RoleScore, ...] = ()
     """Roles of a group whose sessions reward their players one by one, by name; empty for other groups. `baseline` and
     `std` are then null. Written by fold version 5 and later."""
+    detectors: tuple[str, ...] = ()
+    """Detectors of cheating that exclude rollouts, as name/version ([fold] exclude_flagged)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,12 @@ class Environment:
     """Hex sha256 of the backend, limits and network rules that the environment asks for."""
     tools: dict[str, str] = field(default_factory=dict)
     """Tool -> version."""
+    hidden: tuple[str, ...] = ()
+    """Files and folders of the verifier that the agent must neither read nor change: absolute paths, or paths below any
+    folder."""
+    packages: dict[str, str] = field(default_factory=dict)
+    """Python package that offers the environment -> version, with its git commit if it is known. Empty in older
+    records, and for environments that no package offers."""
 
 
 @dataclass(frozen=True, slots=True)

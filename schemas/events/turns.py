@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from turnlog.schemas.types import BlobRef, Float32Payload, Int32Payload, JsonPayload, SessionEvent, TurnId
@@ -94,6 +94,8 @@ class TurnCompleted(SessionEvent):
     waited_s: float = 0.0
     """Seconds of total_s in which nothing was sampled for the turn: no engine served it, its engine was paused for new
     weights, or the engine died and its output was lost."""
+    redacted: dict[str, int] = field(default_factory=dict)
+    """Number of placeholders of secrets in new_messages, tools and response, by kind; empty if redaction is off."""
     summary_turn: TurnId | None = None
     """Turn whose answer the new messages of this root quote: it summarised the history that this turn goes on from."""
 
@@ -177,6 +179,9 @@ class TokenSnapshot(SessionEvent):
     """Images in the prompt that the storage parent does not contain whole, by position in the whole prompt."""
     experts_layout: ExpertsLayout | None = None
     """Layout of `experts`."""
+    redacted: bool = False
+    """True if the turn saw or sampled secrets that its records must not show: ids that would show them are 0, and the
+    turn trains in no sample."""
     constrained: bool = False
     """True if a grammar in the engine restricted the choice of tokens, so that the log-probs are not those of the
     distribution that was sampled from."""

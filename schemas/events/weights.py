@@ -64,6 +64,9 @@ class WeightVersionPublished(RunEvent):
     digests: dict[str, str] = field(default_factory=dict)
     """Tensor name -> "HEX:SHAPE": 64-bit digest of its bytes (infra/tensors/digests.py), which engines compute after
     they have loaded it, and its shape. Empty for adapters, and in the second record of a version."""
+    started_from: str = ""
+    """Model folder that holds the weights before the first optimizer step; empty for weights after one, and in older
+    records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

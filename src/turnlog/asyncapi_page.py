@@ -14,9 +14,10 @@ import yaml
 
 from turnlog import __version__
 from turnlog.infra.archive import archive_name
+from turnlog.infra.event_log import CODE_RECORDS
 from turnlog.infra.log import TopicSpec
 from turnlog.infra.topics_admin import ACCESS, VERBS, Access, specs
-from turnlog.names import OUTPUT_TOKENS_HEADER, RECORD_HEADER, REQUEUED_HEADER, WRITER_HEADER
+from turnlog.names import CODE_HEADER, OUTPUT_TOKENS_HEADER, RECORD_HEADER, REQUEUED_HEADER, WRITER_HEADER
 from turnlog.schemas.avsc import NAMESPACE, field_types, stored_schema
 from turnlog.schemas.events import ALL, TokenSnapshot
 from turnlog.schemas.topics import BY_NAME, TOPIC_OF, Topic
@@ -150,6 +151,11 @@ def _message(record: str) -> Node:
         WRITER_HEADER: {"type": "string", "description": "Instance of the role that wrote it."},
         REQUEUED_HEADER: {"type": "string", "description": "event_id of the DeadLetter that it was put back from."},
     }
+    if record in CODE_RECORDS:
+        headers[CODE_HEADER] = {
+            "type": "string",
+            "description": "Version of turnlog that wrote it; none in older records.",
+        }
     if record == TokenSnapshot.__name__:
         headers[OUTPUT_TOKENS_HEADER] = {"type": "string", "pattern": "^[0-9]+$"}
     return {

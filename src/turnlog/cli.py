@@ -19,8 +19,10 @@ from turnlog.names import TRAINING_ROLES, ExitStatus
 from turnlog.settings import RunSettings, Settings, SettingsError
 from turnlog.verbs import (
     archive,
+    audit,
     books,
     catalogue,
+    cheating,
     dashboard,
     dataset,
     dead_letters,
@@ -28,6 +30,7 @@ from turnlog.verbs import (
     env,
     gc,
     index,
+    lineage,
     models,
     outlets,
     replay,
@@ -202,8 +205,8 @@ def _completion(_: Settings, arguments: argparse.Namespace) -> int:
 
 
 FAMILIES = (
-    start, run, status, dashboard, books, session, index, models, dataset, replay, archive, engines, dead_letters, env,
-    catalogue, gc, roles, sandbox, outlets, trainer_plan,
+    start, run, status, dashboard, books, audit, session, index, lineage, models, dataset, replay, archive, engines,
+    dead_letters, env, catalogue, cheating, gc, roles, sandbox, outlets, trainer_plan,
 )  # fmt: skip
 VERBS: tuple[Verb, ...] = (
     *(verb for family in FAMILIES for verb in family.VERBS),

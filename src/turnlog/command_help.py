@@ -16,7 +16,7 @@ from turnlog.setting_types import did_you_mean
 
 GROUPS = {
     "Start": ("demo", "recipe", "env", "warm-start", "up", "run", "down"),
-    "Look": ("status", "dashboard", "log"),
+    "Look": ("status", "dashboard", "lineage", "log"),
     "Data": ("dataset", "export", "replay", "sft"),
     "Operate": ("doctor", "engines", "sandbox", "trainer", "topics", "schemas", "gc", "health", "completion"),
     "Processes": ("role", "supervise"),

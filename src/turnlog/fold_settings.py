@@ -89,6 +89,19 @@ class FoldSettings:
     """Whether to train the summaries by which an agent compacts its history, with the advantage of the trajectory that
     goes on from them; if false, they are masked. Runs of fold version 4 and earlier have no such kind: their summaries
     train as turns of the main agent, or are side calls."""
+    exclude_flagged: Annotated[
+        tuple[str, ...],
+        Offered(
+            EntryPointGroup.CHEAT_DETECTORS,
+            ("tests_touched", "verifier_bypassed", "hidden_files", "copied_answer", "git_history", "network_tried",
+             "clock"),
+        ),
+        Since("v9", before=()),
+    ] = ()  # fmt: skip
+    """Detectors of cheating whose flags keep a session out of training (docs/cheating.md). Its tokens are masked as
+    `flagged`. The assembler then reads the messages of all turns."""
+    flagged_above: Annotated[float, Meta(ge=-1e100, le=1e100), Since("v9", before=0.0)] = 0.0
+    """Reward above which a session is a success that detectors of cheating look at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

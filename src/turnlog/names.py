@@ -26,6 +26,7 @@ class ConsumerGroup(StrEnum):
     FEEDER = "{run}.feeder"
     TRAINER = "{run}.trainer"
     LOADER = "{run}.loader.{engine}"
+    TINKER = "{run}.tinker"
     ARCHIVE = "{archive}.archive"
     TRACE = "{run}.trace"
 
@@ -39,6 +40,7 @@ class TransactionalId(StrEnum):
     FEEDER = "{run}.feeder"
     TRAINER = "{run}.trainer"
     LOADER = "{run}.loader.{engine}"
+    TINKER = "{run}.tinker"
     ARCHIVE = "{archive}.archive"
     TRACE = "{run}.trace"
     REGISTRY = "registry"
@@ -90,7 +92,9 @@ OUTPUT_TOKENS_HEADER: Final = "output_tokens"
 """
 REQUEUED_HEADER: Final = "requeued"
 """event_id of the dead letter that the record was requeued from."""
-HEADERS = (WRITER_HEADER, RECORD_HEADER, OUTPUT_TOKENS_HEADER, REQUEUED_HEADER)
+CODE_HEADER: Final = "code"
+"""Version of turnlog that wrote the record, with its git commit if it is known (infra/code_version.py)."""
+HEADERS = (WRITER_HEADER, RECORD_HEADER, OUTPUT_TOKENS_HEADER, REQUEUED_HEADER, CODE_HEADER)
 
 
 class ExitStatus(IntEnum):
@@ -116,6 +120,7 @@ class ExitStatus(IntEnum):
 
 TRAINING_ROLES: Final = (
     "gateway", "runner", "sandbox", "assembler", "batcher", "trainer", "loader", "feeder", "registry", "egress",
+    "tinker",
 )  # fmt: skip
 """Roles that training needs. If one of them cannot be kept running, the run is started again or ends."""
 OPTIONAL_ROLES: Final = ("views", "archive", "index", "dashboard", "alerts", "trace", "track", "lag")
@@ -138,3 +143,4 @@ class EntryPointGroup(StrEnum):
     LAUNCHERS = "turnlog.launchers"
     ALGORITHMS = "turnlog.algorithms"
     AUXILIARY_LOSSES = "turnlog.auxiliary_losses"
+    CHEAT_DETECTORS = "turnlog.cheat_detectors"

@@ -19,6 +19,9 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from msgspec import Meta
 
+from turnlog.access_settings import AccessRole as AccessRole
+from turnlog.access_settings import AccessSettings as AccessSettings
+from turnlog.access_settings import check_access
 from turnlog.fold_settings import FOLD_SECTIONS as FOLD_SECTIONS
 from turnlog.fold_settings import OPERATIONAL
 from turnlog.fold_settings import AssemblerSettings as AssemblerSettings
@@ -28,7 +31,8 @@ from turnlog.former_settings import FORMER, Longest, keys_of, variable_of
 from turnlog.kafka_settings import KafkaSettings as KafkaSettings
 from turnlog.kafka_settings import check_kafka
 from turnlog.learning_settings import LearningSettings, check_learning
-from turnlog.names import TEST_VARIABLES, VARIABLES
+from turnlog.names import TEST_VARIABLES, VARIABLES, EntryPointGroup
+from turnlog.redaction_settings import RedactionSettings, check_redaction
 from turnlog.sandbox_settings import EgressSettings, SandboxSettings
 from turnlog.secret_files import FileSecret
 from turnlog.setting_types import (
@@ -36,6 +40,7 @@ from turnlog.setting_types import (
     Bytes,
     Count,
     Decay,
+    Offered,
     Port,
     Scale,
     Seconds,
@@ -694,6 +699,25 @@ class IndexSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheatingSettings:
+    """[cheating] Which sessions the index, the dashboard and alerts show as suspicious (docs/cheating.md). What keeps
+    them out of training is `[fold] exclude_flagged`."""
+
+    detectors: Annotated[
+        tuple[str, ...],
+        Offered(
+            EntryPointGroup.CHEAT_DETECTORS,
+            ("tests_touched", "verifier_bypassed", "hidden_files", "copied_answer", "git_history", "network_tried",
+             "clock", "reward_outlier", "identical_solutions", "clock_dependent"),
+        ),
+    ] = (
+        "tests_touched", "verifier_bypassed", "hidden_files", "copied_answer", "git_history", "network_tried", "clock",
+        "reward_outlier", "identical_solutions", "clock_dependent",
+    )  # fmt: skip
+    """Detectors whose findings are shown. An index that exists keeps the findings that it has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSettings:
     """[trace] Spans for an OpenTelemetry collector (docs/outlets.md)."""
 
@@ -733,11 +757,44 @@ class DashboardSettings:
     """Port to listen on; 0 picks a free one."""
     login: Literal["beyond_loopback", "always"] = "beyond_loopback"
     """When a login is required. always: also on the loopback address, which other users of the machine can reach."""
+    url: str = ""
+    """Address at which browsers reach it, for example https://runs.example.org behind a proxy. Its host counts as one
+    of `hosts`. Empty: the address of each request. Logins through [access] oidc_issuer return there."""
     hosts: tuple[str, ...] = ()
     """Host names that browsers may use for it, in addition to localhost and IP addresses; for example that of a proxy
     in front of it."""
     key: Annotated[str, Signs()] = field(default="", repr=False)
     """Key that signs login links and login cookies; empty creates one in the run's directory, with mode 0600."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinkerSettings:
+    """[tinker] The server for clients of the Tinker API (docs/tinker.md)."""
+
+    enabled: bool = False
+    """Whether `turnlog up` runs this server, in place of the roles that train by recipes."""
+    host: str = "127.0.0.1"
+    """Address to listen on; on any but a loopback address `api_keys` must be set."""
+    port: Port = 0
+    """Port to listen on; 0 picks a free one."""
+    api_keys: Annotated[str, Signs(several=True)] = field(default="", repr=False)
+    """API keys, separated by white space; the SDK requires that each begins with tml-. Sessions, models and saved
+    weights of one key are invisible to the others. Empty: every key is accepted, on a loopback address only."""
+    certificate_file: str = ""
+    """PEM file with the server's certificate and its chain; if set, it serves only https. Read again when the file
+    changes."""
+    key_file: str = ""
+    """PEM file with the certificate's private key, without a password; empty means that certificate_file holds the key
+    as well."""
+    max_rank: Count = 32
+    """Maximum rank of an adapter. Embedded engines are started for it."""
+    max_models: Count = 16
+    """Maximum number of models that are trained at once; each takes memory for its adapter, gradients and optimizer."""
+    max_adapters: Count = 8
+    """Number of adapters that an engine holds at once, unless more are in use; those that were not used for longest are
+    dropped."""
+    snapshot_every: Count = 20
+    """Number of commands that change a model between two snapshots of all models: what a restart executes again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -762,6 +819,7 @@ class Settings:
     gateway: GatewaySettings = GatewaySettings()
     feeder: FeederSettings = FeederSettings()
     eval: EvalSettings = EvalSettings()
+    redaction: RedactionSettings = field(default_factory=RedactionSettings)
     runner: RunnerSettings = RunnerSettings()
     sandbox: SandboxSettings = field(default_factory=SandboxSettings)
     egress: EgressSettings = field(default_factory=EgressSettings)
@@ -774,9 +832,12 @@ class Settings:
     views: ViewsSettings = ViewsSettings()
     archive: ArchiveSettings = ArchiveSettings()
     index: IndexSettings = IndexSettings()
+    cheating: CheatingSettings = CheatingSettings()
     trace: TraceSettings = field(default_factory=TraceSettings)
     alerts: AlertsSettings = field(default_factory=AlertsSettings)
     dashboard: DashboardSettings = field(default_factory=DashboardSettings)
+    tinker: TinkerSettings = field(default_factory=TinkerSettings)
+    access: AccessSettings = field(default_factory=AccessSettings)
     liveness: LivenessSettings = field(default_factory=LivenessSettings)
     lag: LagSettings = LagSettings()
     status: StatusSettings = StatusSettings()
@@ -821,6 +882,7 @@ def override_settings(
     _check_variables(env)
     found = Settings(**{name: _section(name, was, tables.get(name, {}), env, source) for name, was in sections.items()})
     check_kafka(found.kafka, source)
+    check_access(found.access, found.dashboard.url, source)
     _check_http(found, source)
     check_learning(found, found.trainer, source)
     if 0 < found.engine.autoscale_max < found.engine.autoscale_min:
@@ -840,6 +902,7 @@ def override_settings(
             f"{source}: gateway.routed_experts is on and engine.update is {found.engine.update}: requests "
             "that switch to new weights would have experts of both; set engine.update to abort, or omit it"
         )
+    check_redaction(found.redaction, source)
     check_kinds(found, source)
     _check_colocation(found, source)
     _check_direct(found, source)

@@ -158,6 +158,10 @@ async def test_calls_out_of_turn_are_refused_by_what_must_come_first(
             first = next(trainer)
             with refused("batch 0 was handed out, and its step is not on the log"):
                 next(trainer)
+            unknown = np.full(len(first.rows.token_ids), np.nan)
+            for figures, why in (({"logprob_gap_max": 0.1}, "leave them out"), ({}, "trained tokens are NaN")):
+                with pytest.raises(ValueError, match=why):
+                    step(trainer, first, logprobs=unknown, **figures)
             step(trainer, first)
             with refused("batch 0 is not the last batch that was handed out"):
                 step(trainer, first)
@@ -277,8 +281,8 @@ async def start(settings: Settings, folder: Path, *, stderr: int | None = None) 
     return process
 
 
-def step(trainer: Any, batch: TrainingBatch) -> None:
-    trainer.step_completed(batch, loss=0.5, grad_norm=1.0, learning_rate=0.1)
+def step(trainer: Any, batch: TrainingBatch, **figures: Any) -> None:
+    trainer.step_completed(batch, loss=0.5, grad_norm=1.0, learning_rate=0.1, **figures)
 
 
 def refused(why: str) -> Any:

@@ -167,7 +167,8 @@ class ExternalTrainer:
         temperature, NaN where you computed none. Then all gaps are computed here, those of each kind of engine
         included. `masked_tokens` counts trained tokens of the batch that you left out of the loss. `skipped`: the
         gradient was not finite, and the weights are unchanged. `seconds` replaces or adds phases to those that are
-        measured here. Raises OutOfTurn; ValueError if `logprobs` does not have one value per token.
+        measured here. Raises OutOfTurn; ValueError if `logprobs` does not have one value per token, comes with
+        `logprob_gap_*`, or is NaN for all trained tokens of a step that neither skipped nor masked them.
         """
         if batch is not self._open.batch:
             raise OutOfTurn(
@@ -176,7 +177,12 @@ class ExternalTrainer:
             )
         gaps = LogprobGaps(float(logprob_gap_max), float(logprob_gap_mean), 0.0, 0.0, {})
         if logprobs is not None:
-            gaps = logprob_gaps(batch.rows, batch.flatten(logprobs), self._open.held)
+            if logprob_gap_max or logprob_gap_mean:
+                raise ValueError("logprob_gap_max and logprob_gap_mean are computed from logprobs: leave them out")
+            gaps = logprob_gaps(batch.rows, flat := batch.flatten(logprobs), self._open.held)
+            of_trained = flat[batch.rows.trained == 1]
+            if not skipped and masked_tokens < len(of_trained) and np.isnan(of_trained).all():
+                raise ValueError(f"the log-probs of all {len(of_trained)} trained tokens are NaN: pass skipped=True")
         self._clock.end_step()
         masked = {MaskReason.trainer_mask.value: masked_tokens} if masked_tokens else {}
         figures = StepFigures(

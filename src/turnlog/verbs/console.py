@@ -22,6 +22,7 @@ from turnlog.consumers.event_json import as_json
 from turnlog.consumers.index import BadQuestion, fate
 from turnlog.consumers.index.reader import GroupView, Index, Row, SessionView, path_of, resolve_id, where_of
 from turnlog.consumers.index.rows import message_texts
+from turnlog.infra.access.audit import audit_command
 from turnlog.infra.history import caught_up
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.roles.ending import run_verb
@@ -130,6 +131,7 @@ def tail_command(settings: Settings, arguments: argparse.Namespace) -> int:
 async def _tail(settings: Settings, arguments: argparse.Namespace, wanted: EventFilter) -> int:
     archive = arguments.source == "archive"
     async with open_role("tail", settings, archive=archive) as role:
+        await audit_command(role, "look", "records", tuple(filter(None, (arguments.session, arguments.group))))
         whole = {"since_start": arguments.all or archive, "until_end": arguments.until_end or archive}
         async for record, event in tail(role, wanted, **whole):
             if arguments.json:
@@ -162,7 +164,13 @@ def why_command(settings: Settings, arguments: argparse.Namespace) -> int:
 
 async def _tokens(settings: Settings, index: Index, view: SessionView, *, archive: bool) -> list[fate.TurnTokens]:
     async with open_role("session", settings, archive=archive) as role:
+        await audit_command(role, "look", "session", (view.row.session_id,))
         return await fate.tokens(role, index, view)
+
+
+async def _audit_look(settings: Settings, session_id: str, *, archive: bool) -> None:
+    async with open_role("session", settings, archive=archive) as role:
+        await audit_command(role, "look", "session", (session_id,))
 
 
 def _session_head(view: SessionView) -> str:
@@ -249,6 +257,8 @@ def show_session(settings: Settings, arguments: argparse.Namespace) -> int:
         turns = None
         if arguments.tokens:
             turns = run_verb(_tokens(settings, index, view, archive=arguments.source == "archive"))
+        elif settings.access.audit:  # the index alone is not the log
+            run_verb(_audit_look(settings, name, archive=arguments.source == "archive"))
     if arguments.json:
         body = dataclasses.asdict(view.row) | {"turns": view.turns, "calls": view.calls, "tree": view.tree}
         say_json(body | ({} if turns is None else {"tokens": [turn.body() for turn in turns]}))

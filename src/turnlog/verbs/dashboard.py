@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from turnlog.names import ExitStatus
-from turnlog.settings import Settings
+from turnlog.settings import AccessRole, Settings
 from turnlog.verbs.verb import Verb, add_source, always
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ Examples:
   turnlog dashboard --port 8080           on a port of your choice
   turnlog dashboard --from archive        if the topics are gone
   turnlog dashboard link                  print another login link for the running dashboard
+  turnlog dashboard link --role reader    print one for somebody who may only look (docs/access.md)
   turnlog dashboard --against datasets/rloo
                                           compare with a refold: settings and samples that differ
 """
@@ -42,11 +43,19 @@ def dashboard_arguments(verb: argparse.ArgumentParser) -> None:
         "action", nargs="?", choices=("serve", "link"), default="serve", help="serve (default), or print a login link"
     )
     dashboard_role_arguments(verb)
+    _role_argument(verb)
+
+
+def _role_argument(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--role", type=AccessRole, choices=list(AccessRole), default=AccessRole.OWNER, metavar="ROLE",
+        help="role of whoever opens the link: reader, operator or owner (default owner)",
+    )  # fmt: skip
 
 
 def dashboard_role_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments with which a dashboard serves."""
-    verb.set_defaults(action="serve")
+    verb.set_defaults(action="serve", role=AccessRole.OWNER)
     verb.add_argument("--host", default="", metavar="ADDRESS", help="listen on ADDRESS (default: [dashboard] host)")
     verb.add_argument(
         "--port", type=int, default=None, metavar="N", help="listen on port N; 0 picks one (default: [dashboard] port)"
@@ -64,16 +73,17 @@ def _dashboard(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.plugins.dashboard.server import link_of_running
 
     if arguments.action == "link":
-        say(link_of_running(settings))
+        say(link_of_running(settings, arguments.role))
         return ExitStatus.DONE
     own = settings.dashboard
     host, port = arguments.host or own.host, own.port if arguments.port is None else arguments.port
     settings = dataclasses.replace(settings, dashboard=dataclasses.replace(own, host=host, port=port))
-    event_loop.run(NAME, _serve(settings, archive=arguments.source == "archive", against=arguments.against))
+    archive = arguments.source == "archive"
+    event_loop.run(NAME, _serve(settings, archive=archive, against=arguments.against, role=arguments.role))
     return ExitStatus.DONE
 
 
-async def _serve(settings: Settings, *, archive: bool, against: Sequence[str]) -> None:
+async def _serve(settings: Settings, *, archive: bool, against: Sequence[str], role: AccessRole) -> None:
     """Print how to log in, and serve until stopped. Raises CannotListen, NoIndex, NotADataset."""
     from turnlog.infra.roles.health import Health, serve_health
     from turnlog.infra.roles.probe import health_address, is_loopback
@@ -92,7 +102,7 @@ async def _serve(settings: Settings, *, archive: bool, against: Sequence[str]) -
         serving(settings, connect, stopping=stopping, against=against) as (url, keys),
     ):
         with store_address(Path(settings.run.directory), url):
-            login = f"log in once: {link(keys, url)}"
+            login = f"log in once: {link(keys, url, role)}"
             if _is_kept():
                 login = f"log in: `turnlog --run {settings.run.id} dashboard link` prints a single-use link"
             say(f"dashboard of run {settings.run.id}: {url}", login)

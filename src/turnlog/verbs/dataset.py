@@ -180,6 +180,7 @@ async def _build(settings: Settings, arguments: argparse.Namespace) -> DatasetMa
 
     from turnlog.consumers.datasets.build import build
     from turnlog.consumers.datasets.manifest import Provenance
+    from turnlog.infra.access.audit import audit_command
     from turnlog.infra.roles.role import open_role
     from turnlog.infra.roles.terminal import Terminal
 
@@ -191,6 +192,7 @@ async def _build(settings: Settings, arguments: argparse.Namespace) -> DatasetMa
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("reading", total=None)
         async with open_role("dataset", settings, archive=arguments.source == "archive") as role:
+            await audit_command(role, "export", "dataset", (out.name,), arguments.view)
             return await build(
                 role,
                 query,

@@ -68,10 +68,14 @@ def _dead_letters(settings: Settings, arguments: argparse.Namespace) -> int:
 
 async def _act(settings: Settings, arguments: argparse.Namespace) -> int:
     """Run one action on the topics or the archive of the run."""
+    from turnlog.infra.access.audit import audit_command
     from turnlog.infra.roles.role import open_role
 
     archive = getattr(arguments, "source", "topics") == "archive"
     async with open_role("dead-letters", settings, archive=archive) as role:
+        if arguments.action in ("list", "show"):
+            about = (arguments.id,) if arguments.action == "show" else ()
+            await audit_command(role, "look", "dead-letters", about)
         return await ACTIONS[arguments.action](role, arguments)
 
 

@@ -193,7 +193,7 @@ class _UnitComparison:
         self._rules = rules
         self._scope = scope
         self._found = found
-        listening = next((one for one in rules if one.cutting.needs_messages), rules[0])
+        listening = next((one for one in rules if one.needs_messages), rules[0])
         self._inputs = Inputs(role, listening, unit)
         self._open: dict[str, list[GroupFold]] = {}
         self._done: set[str] = set()

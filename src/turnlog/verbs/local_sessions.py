@@ -17,6 +17,7 @@ from turnlog.infra.blobs import Blobs
 from turnlog.infra.environments.episodes import Message
 from turnlog.infra.environments.tasks import Task
 from turnlog.infra.log import Record
+from turnlog.infra.redaction.redactor import Redactor
 from turnlog.infra.roles.credentials import CredentialKeys
 from turnlog.infra.roles.health import Health
 from turnlog.producers.gateway_client import (
@@ -73,6 +74,8 @@ class LocalEvents:
     """Takes the records of runner and worker in one process: it runs calls, and keeps rewards."""
 
     def __init__(self, settings: Settings, pools: SandboxPools, blobs: Blobs, egress: Egress | None) -> None:
+        self.redactor: Redactor | None = None
+        """Nothing is recorded here, so nothing needs to be masked."""
         self.results = ToolResults()
         self.rewards: dict[str, RewardAssigned | RewardFailed] = {}
         """First reward of each session."""

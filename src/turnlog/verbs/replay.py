@@ -163,11 +163,13 @@ async def refold(
     from turnlog.consumers.replay.progress import TerminalProgress
     from turnlog.consumers.replay.refold import Refold
     from turnlog.consumers.replay.verify import ARCHIVE, FOLDER
+    from turnlog.infra.access.audit import audit_command
     from turnlog.infra.roles.role import open_role
     from turnlog.infra.roles.terminal import Terminal, say_json
 
     console = console or Terminal(stderr=as_json)
     async with open_role("replay", settings, archive=source == ARCHIVE) as role:
+        await audit_command(role, "export", "dataset", (out.name,), "replay")
         with TerminalProgress(console) as progress:
             folder = Path(settings.run.directory) / FOLDER
             work = Refold(role, changes, out, folder, format=format, until=until, overwrite=overwrite)

@@ -22,6 +22,7 @@ LOOPS: dict[str, tuple[str, str]] = {
     "loader": ("turnlog.consumers.loader.role", "load published weights into one engine"),
     "sandbox": ("turnlog.sandbox_workers.worker", "run tool calls in sandboxes"),
     "archive": ("turnlog.consumers.archiver", "copy topics into the object store"),
+    "tinker": ("turnlog.plugins.tinker.role", "train and sample for clients of the Tinker API"),
     "index": ("turnlog.consumers.index.indexer", "index the log as tables in one file, for SQL queries"),
 }
 """Roles that are one asyncio process: verb -> (module with `main(role)`, description)."""

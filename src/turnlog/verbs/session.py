@@ -116,6 +116,7 @@ def _session(settings: Settings, arguments: argparse.Namespace) -> int:
 async def show_or_rerun(settings: Settings, arguments: argparse.Namespace) -> int:
     """Run one action on the run's topics, or its archive; return the exit status. Raises RerunError, and the errors
     that keep sandboxes from starting."""
+    from turnlog.infra.access.audit import audit_command
     from turnlog.infra.roles.role import open_role
     from turnlog.infra.roles.terminal import say_json
     from turnlog.sandbox_workers.console.recorded import load_session, session_body
@@ -123,6 +124,7 @@ async def show_or_rerun(settings: Settings, arguments: argparse.Namespace) -> in
 
     async with open_role("session", settings, archive=arguments.source == "archive") as role:
         session = await load_session(role, arguments.id)
+        await audit_command(role, "look", "session", (session.session_id,))
         if arguments.action == "show":
             say_json(session_body(session)) if arguments.json else print_session(session_body(session))
             return 0
@@ -189,6 +191,7 @@ async def _export(settings: Settings, arguments: argparse.Namespace) -> int:
     import asyncio
 
     from turnlog.consumers.index.reader import Index, path_of
+    from turnlog.infra.access.audit import audit_command
     from turnlog.infra.roles.role import open_role
     from turnlog.infra.roles.terminal import say
     from turnlog.plugins.dashboard.drawing import clock
@@ -201,6 +204,7 @@ async def _export(settings: Settings, arguments: argparse.Namespace) -> int:
         async with open_role("session", settings, archive=arguments.source == "archive") as role:
             for name in names:
                 file = out / f"{quote(name, safe='')}.{ENDINGS[kind]}" if arguments.every else out
+                await audit_command(role, "export", "session", (name,), kind)
                 with index.snapshot() as as_of:
                     view = index.session(name)
                     assert view is not None, "the index deletes no session"

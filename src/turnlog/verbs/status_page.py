@@ -16,6 +16,7 @@ from turnlog.consumers.index import IndexFailure
 from turnlog.consumers.index.reader import Index, path_of
 from turnlog.consumers.lag import Lag, lag_of
 from turnlog.infra import run_folder
+from turnlog.infra.access.bearers import first_token
 from turnlog.infra.embedded.supervisor import SATISFIED
 from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events
@@ -124,7 +125,7 @@ def views(settings: Settings, asked: Mapping[str, Mapping[str, Any]] | None = No
         if not (own or settings.views.enabled):
             return {"unavailable": "they are off: set [views] enabled = true to count sessions"}
         url = own[0] if own else run_folder.read_endpoints(Path(settings.run.directory)).views
-        return fetch_json(f"{url}/views", timeout_s=TIMEOUT_S)[1]
+        return fetch_json(f"{url}/views", timeout_s=TIMEOUT_S, bearer=first_token(settings.access))[1]
     except (run_folder.NoEndpoints, urllib.error.URLError, OSError, ValueError) as error:
         return {"unavailable": str(error)}
 

@@ -85,4 +85,5 @@ def milliseconds(text: str) -> int:
 def endpoint_lines(found: Endpoints) -> list[str]:
     """Return the addresses of a run that was started, as lines of text."""
     servers = [f"{name:9} {getattr(found, name)}" for name in ("kafka", "registry", "store", "gateway", "views")]
+    servers += [f"tinker    {found.tinker}"] if found.tinker else []
     return [*servers, *(f"engine    {url}" for url in found.engines)]

@@ -112,7 +112,7 @@ class TrainedRun:
 
         async def folded() -> bool:
             ends = await role.log.end_offsets(inputs)
-            cuts = [await live_cut(role.log, "run", unit) for unit in range(self.settings.kafka.groups)]
+            cuts = [await live_cut(role.log, self.settings.run.id, unit) for unit in range(self.settings.kafka.groups)]
             return all(
                 cut is not None and cut.high[topic] >= ends[Partition(topic, unit)]
                 for unit, cut in enumerate(cuts)

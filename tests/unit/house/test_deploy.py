@@ -48,10 +48,11 @@ OF_PROCESSES = {
 }
 """What a process is told beside its settings."""
 OF_COMPOSE = {"TURNLOG_IMAGES", "TURNLOG_VERSION"}
-UP = tuple(role for role in EMBEDDED if role not in ("index", "alerts"))
-"""The indexer is in the dashboard's pod, and is who that is; the chart runs no `alerts`."""
-ROLES = {*TRAINING_ROLES, *OPTIONAL_ROLES} - {"trace", "track"}
-"""Where those two write is the user's own: who wants them starts them."""
+UP = tuple(role for role in EMBEDDED if role not in ("index", "alerts", "tinker"))
+"""The indexer is in the dashboard's pod, and is who that is; the chart runs neither `alerts` nor `tinker`."""
+ROLES = {*TRAINING_ROLES, *OPTIONAL_ROLES} - {"trace", "track", "tinker"}
+"""Where the first two write is the user's own: who wants them starts them. `tinker` runs in place of the roles that
+Compose and the chart start, with engines that load adapters from its folder: docs/tinker.md."""
 Document = dict[str, Any]
 
 

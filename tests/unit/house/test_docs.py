@@ -89,6 +89,7 @@ def test_a_command_block_parses(text: str) -> None:
 
 WITHOUT_A_LOG = {
     "query",
+    "lineage",
     "up",
     "down",
     "demo",

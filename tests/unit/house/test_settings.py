@@ -99,7 +99,7 @@ def test_a_list_whose_parts_hold_commas_is_json_in_the_environment() -> None:
 @each(
     ("tables", "said"),
     [
-        ({"kafak": {}}, r"unknown section \[kafak\], did you mean kafka\?; sections are alerts, .*views"),
+        ({"kafak": {}}, r"unknown section \[kafak\], did you mean kafka\?; sections are access, alerts, .*views"),
         (
             {"kafka": {"botstrap": "x"}},
             r"unknown key kafka.botstrap, did you mean bootstrap\?; \[kafka\] takes bootstrap, .*username",

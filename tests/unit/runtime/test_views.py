@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 
+from tests.fakes.oidc_provider import CLIENT, ROLES, FakeOidcProvider
 from tests.fakes.sessions import GroupName, SessionStory, Shape
-from turnlog.plugins.faust_views import picture, view
+from turnlog.plugins.faust_views import ViewsGuard, picture, view
 from turnlog.schemas.events import StepCompleted, WeightVersionPublished
-from turnlog.settings import Settings, ViewsSettings
+from turnlog.settings import AccessSettings, Settings, ViewsSettings
 from turnlog.verbs import status_page
 
 STEP = StepCompleted(
@@ -62,3 +64,32 @@ def test_the_picture_of_a_run_that_has_not_stepped_says_so() -> None:
 def test_the_status_of_a_run_without_views_says_how_to_turn_them_on() -> None:
     off = Settings(views=ViewsSettings(enabled=False))
     assert "[views] enabled = true" in status_page.views(off)["unavailable"]
+
+
+async def test_anybody_asks_the_views_until_there_are_roles() -> None:
+    assert await ViewsGuard(AccessSettings()).refusal("") is None
+    assert await ViewsGuard(AccessSettings(audit=True)).refusal("Bearer x") is None
+
+
+@pytest.mark.parametrize("role", ["reader", "operator", "owner"])
+async def test_a_program_asks_the_views_by_its_token_whatever_its_role(role: str) -> None:
+    guard = ViewsGuard(AccessSettings(tokens=f"ci {role} {role * 8}"))
+    assert await guard.refusal(f"Bearer {role * 8}") is None
+    for header in ("", "Bearer x", f"Basic {role * 8}", f"Bearer {role * 8}x"):
+        refused = await guard.refusal(header)
+        assert refused is not None
+        assert refused[0] == 401
+        assert role * 8 not in refused[1]
+
+
+async def test_a_person_asks_the_views_by_a_token_of_the_provider() -> None:
+    fake = FakeOidcProvider()
+    async with fake.serving() as issuer:
+        guard = ViewsGuard(AccessSettings(oidc_issuer=issuer, oidc_client_id=CLIENT, roles=ROLES))
+        statuses = {name: await guard.refusal(f"Bearer {fake.token(name)}") for name in ("ann", "rob", "eve")}
+        assert (statuses["ann"], statuses["rob"], (statuses["eve"] or (0,))[0]) == (None, None, 403)
+        fake.faults.add("audience")
+        assert (await guard.refusal(f"Bearer {fake.token('ann')}") or (0,))[0] == 401
+        fake.faults = {"down"}
+        away = ViewsGuard(AccessSettings(oidc_issuer=issuer, oidc_client_id=CLIENT, roles=ROLES))
+        assert (await away.refusal(f"Bearer {fake.token('ann')}") or (0,))[0] == 503

@@ -32,6 +32,14 @@ async def test_a_partition_whose_position_is_not_known_yet_ends_no_worker(tmp_pa
         thread.thread_loop.close()
 
 
+async def test_a_worker_serves_no_page_of_fausts_that_shows_a_table(tmp_path: Path) -> None:
+    """/views needs a role; /table/NAME/KEY/ of Faust would show the same rows to anybody."""
+    web = views.make_app(Settings(), Codec({}), tmp_path).web
+    web.init_server()
+    served = {route.resource.canonical for route in web.web_app.router.routes()}
+    assert served == {"/", "/views", "/healthz", "/readyz", "/metrics"}
+
+
 async def test_a_worker_makes_no_log_records_of_a_level_that_it_does_not_write(tmp_path: Path) -> None:
     worker = views.make_worker(views.make_app(Settings(), Codec({}), tmp_path))
     root = logging.Logger("of this test", logging.WARNING)
