@@ -119,33 +119,22 @@ class TinkerServer:
         about = {"type": "get_info", "model_id": body["model_id"], "model_name": name, "is_lora": True}
         return {**about, "model_data": data, "lora_rank": model.arguments["rank"]}
 
-    def weights_info(self, maker: CommandMaker, request: Request, body: Mapping[str, Any]) -> Mapping[str, object]:
+    def weights_info(self, maker: CommandMaker, _: Request, body: Mapping[str, Any]) -> Mapping[str, object]:
         """The rank and the trained parts of saved weights."""
-        saved = self._find_saved(self._owner(request), str(body.get("tinker_path")))
+        saved = maker.find_saved(str(body.get("tinker_path")))
         parts = {name: saved.about[name] for name in ("train_unembed", "train_mlp", "train_attn")}
         base = {"base_model": self._role.settings.model.name, "is_lora": True, "lora_rank": saved.about["rank"]}
         return {**base, **parts}
 
-    def _find_saved(self, owner: str, path: str) -> SavedWeights:
-        saved = self._server.history.saved.get(path)
-        if saved is None or saved.owner != owner:
-            raise UnknownObject(f"{path[:300]} does not exist")
-        return saved
-
-    def sampler(self, _: CommandMaker, request: Request, __: Mapping[str, Any]) -> Mapping[str, object]:
+    def sampler(self, maker: CommandMaker, request: Request, _: Mapping[str, Any]) -> Mapping[str, object]:
         """The weights of a sampling session."""
         name = request.path_params["sampler"]
-        found = self._server.history.samplers.get(name)
-        if found is None or found.owner != self._owner(request):
-            raise UnknownObject(f"sampler {name[:200]!r} does not exist")
+        found = maker.find_sampler(name, "sampler")
         return {"sampler_id": name, "base_model": self._role.settings.model.name, "model_path": found.path or None}
 
-    def session(self, _: CommandMaker, request: Request, __: Mapping[str, Any]) -> Mapping[str, object]:
+    def session(self, maker: CommandMaker, request: Request, _: Mapping[str, Any]) -> Mapping[str, object]:
         """The models and sampling sessions of a session."""
-        name = request.path_params["session"]
-        found = self._server.history.sessions.get(name)
-        if found is None or found.owner != self._owner(request):
-            raise UnknownObject(f"session {name[:200]!r} does not exist")
+        found = maker.find_session(request.path_params["session"])
         kept = {name: found.arguments.get(name) for name in ("user_metadata", "display_name")}
         return {"training_run_ids": found.models, "sampler_ids": found.samplers, **kept}
 

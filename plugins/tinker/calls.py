@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from turnlog.plugins.tinker import BadCall, SessionClosed, UnknownObject
 from turnlog.plugins.tinker.executor import json_bytes
-from turnlog.plugins.tinker.history import History, TenantModel
+from turnlog.plugins.tinker.history import ClientSession, History, SamplingSession, SavedWeights, TenantModel
 from turnlog.plugins.tinker.sampling import check_sampling
 from turnlog.plugins.tinker.wire import decode_training
 from turnlog.schemas import ids
@@ -22,6 +22,7 @@ from turnlog.settings import Settings
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 Body = Mapping[str, Any]
+Owned = TypeVar("Owned", ClientSession, TenantModel, SavedWeights, SamplingSession)
 MAX_TTL_S = 100 * 365 * 86400
 """Longest expiry of a checkpoint in seconds: its date must be one that calendars have."""
 ADAM = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
@@ -56,21 +57,33 @@ class CommandMaker:
             **fields,
         )
 
+    def find_session(self, session: str) -> ClientSession:
+        """Return a session of this API key, also one that has finished."""
+        return self._own(self._history.sessions.get(session), f"session {session[:200]!r}")
+
+    def find_saved(self, path: str) -> SavedWeights:
+        """Return saved weights of this API key."""
+        return self._own(self._history.saved.get(path), path[:300])
+
+    def find_sampler(self, name: str, kind: str) -> SamplingSession:
+        """Return a sampling session of this API key; `kind` names it in the error."""
+        return self._own(self._history.samplers.get(name), f"{kind} {name[:200]!r}")
+
+    def _own(self, found: Owned | None, name: str) -> Owned:
+        """Return what belongs to this API key; what belongs to another does not exist for it."""
+        if found is None or found.owner != self._owner:
+            raise UnknownObject(f"{name} does not exist")
+        return found
+
     def check_session(self, session: object) -> str:
         """Return the id of an open session of this API key."""
-        found = self._history.sessions.get(str(session))
-        if found is None or found.owner != self._owner:
-            raise UnknownObject(f"session {str(session)[:100]!r} does not exist")
-        if found.finished:
+        if self.find_session(str(session)).finished:
             raise SessionClosed(f"session {session} has finished")
         return str(session)
 
     def check_model(self, model: object) -> TenantModel:
         """Return a model of this API key."""
-        found = self._history.models.get(str(model))
-        if found is None or found.owner != self._owner:
-            raise UnknownObject(f"model {str(model)[:200]!r} does not exist")
-        return found
+        return self._own(self._history.models.get(str(model)), f"model {str(model)[:200]!r}")
 
     def create_session(self, body: Body, idempotency: str) -> TenantCommandReceived:
         """A session. `idempotency`: the key that the client sends again with the same request."""
@@ -184,9 +197,7 @@ class CommandMaker:
         if body.get("base_model") is not None:
             self.check_base(body["base_model"])
         _check_optimizer(body.get("optimizer_config"))
-        saved = self._history.saved.get(path)
-        if saved is None or saved.owner != self._owner:
-            raise UnknownObject(f"{path[:300]} does not exist")
+        saved = self.find_saved(path)
         model = f"{session}:train:{number}"
         parts = {name: saved.about[name] for name in ("rank", "train_attn", "train_mlp", "train_unembed")}
         arguments |= {**parts, "seed": self._seed(None, model), **_metadata(body)}
@@ -204,18 +215,14 @@ class CommandMaker:
         return self._command("create_sampling_session", session, (session, number), arguments=arguments)
 
     def _check_sampled(self, path: str) -> None:
-        saved = self._history.saved.get(path)
-        if saved is None or saved.owner != self._owner:
-            raise UnknownObject(f"{path[:300]} does not exist")
+        saved = self.find_saved(path)
         if saved.kind != "sampler_weights":
             raise BadCall(f"{path} was saved to be trained further: sample from what save_weights_for_sampler writes")
 
     def sample(self, body: Body) -> TenantCommandReceived:
         """A sample in a sampling session."""
         name = str(body.get("sampling_session_id"))
-        found = self._history.samplers.get(name)
-        if found is None or found.owner != self._owner:
-            raise UnknownObject(f"sampling session {name[:200]!r} does not exist")
+        found = self.find_sampler(name, "sampling session")
         tokens = _prompt_tokens(body.get("prompt"), self._vocabulary)
         about = check_sampling(body, len(tokens), self._settings.engine.context - 1)
         return self._command(
@@ -226,21 +233,17 @@ class CommandMaker:
 
     def delete_checkpoint(self, path: str) -> TenantCommandReceived:
         """Forget saved weights."""
-        saved = self._history.saved.get(path)
-        if saved is None:  # the same call again, if its answer was lost
+        if path not in self._history.saved:  # the same call again, if its answer was lost
             deletion = self._history.commands.get(self._history.deletions.get(path, ""))
             if deletion is not None and deletion.event.owner == self._owner:
                 return deletion.event
-        if saved is None or saved.owner != self._owner:
-            raise UnknownObject(f"{path[:300]} does not exist")
+        saved = self.find_saved(path)
         session = self._history.models[saved.model_id].session_id
         return self._command("delete_checkpoint", session, (saved.request_id,), arguments={"path": path})
 
     def finish_session(self, session: str, body: Body) -> TenantCommandReceived:
         """End a session and its models."""
-        found = self._history.sessions.get(session)
-        if found is None or found.owner != self._owner:
-            raise UnknownObject(f"session {session[:100]!r} does not exist")
+        self.find_session(session)
         return self._command("finish_session", session, (session,), arguments={"reason": body.get("reason")})
 
 
