@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from turnlog.setting_types import SettingsError
 
@@ -24,21 +24,7 @@ Kind = Literal[
     "ip",
     "national_id",
 ]
-KINDS: tuple[Kind, ...] = (
-    "known",
-    "private_key",
-    "cloud_key",
-    "token",
-    "jwt",
-    "password",
-    "random",
-    "email",
-    "phone",
-    "iban",
-    "card",
-    "ip",
-    "national_id",
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 """Kinds that rules can find, the most specific first: where two overlap, the earlier kind wins."""
 OWN_KIND = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
