@@ -44,6 +44,19 @@ def serving(settings: Settings, model: Path, **named: str) -> Iterator[TinkerPro
         server.stop()
 
 
+@contextlib.contextmanager
+def sampling(
+    settings: Settings, folder: Path, *, named_by_folder: bool = False
+) -> Iterator[tuple[TinkerProcess, Path]]:
+    """A server with an engine, and the folder of the model of both."""
+    model, options = make_tiny_model(folder / "model"), EngineSettings(extra_args=("--weight-version", "0"))
+    with EngineServer(model, options, log=folder / "engine.log", lora_rank=4, lora_output=True) as engine:
+        urls = dataclasses.replace(settings.engine, urls=(engine.url,))
+        named = {"TURNLOG_MODEL_NAME": str(model)} if named_by_folder else {}
+        with serving(dataclasses.replace(settings, engine=urls), model, **named) as server:
+            yield server, model
+
+
 def run_script(python: Path, script: str, *arguments: str) -> list[dict[str, Any]]:
     """Run a script of tests/tinker, and return the lines that it prints."""
     command = [python, SCRIPTS / script, *arguments]
@@ -85,12 +98,8 @@ def test_a_killed_server_goes_on_with_the_same_bits(alone: Settings, tiny_model:
 
 @pytest.mark.engine
 def test_adapters_are_sampled_side_by_side(live_settings: Settings, tmp_path: Path, sdk: Path) -> None:
-    model = make_tiny_model(tmp_path / "model")
-    settings = EngineSettings(extra_args=("--weight-version", "0"))
-    with EngineServer(model, settings, log=tmp_path / "engine.log", lora_rank=4, lora_output=True) as engine:
-        urls = dataclasses.replace(live_settings.engine, urls=(engine.url,))
-        with serving(dataclasses.replace(live_settings, engine=urls), model) as server:
-            lines = run_script(sdk, "sampling.py", server.url) + run_script(sdk, "sampling.py", server.url, "--unembed")
+    with sampling(live_settings, tmp_path) as (server, _):
+        lines = run_script(sdk, "sampling.py", server.url) + run_script(sdk, "sampling.py", server.url, "--unembed")
     sampled = [(line["token"], line["sequences"][0]["tokens"]) for line in lines if "sequences" in line]
     assert sampled == [(50, [50] * 4), (60, [60] * 4)] * 2
     trained = [line["trainer"] for line in lines if "trainer" in line]
@@ -106,12 +115,8 @@ def test_adapters_are_sampled_side_by_side(live_settings: Settings, tmp_path: Pa
 @pytest.mark.long
 @pytest.mark.engine
 def test_reinforcement_through_the_sdk_raises_the_reward(live_settings: Settings, tmp_path: Path, sdk: Path) -> None:
-    model = make_tiny_model(tmp_path / "model")
-    settings = EngineSettings(extra_args=("--weight-version", "0"))
-    with EngineServer(model, settings, log=tmp_path / "engine.log", lora_rank=4, lora_output=True) as engine:
-        urls = dataclasses.replace(live_settings.engine, urls=(engine.url,))
-        with serving(dataclasses.replace(live_settings, engine=urls), model) as server:
-            steps = run_script(sdk, "reinforce.py", server.url)
+    with sampling(live_settings, tmp_path) as (server, _):
+        steps = run_script(sdk, "reinforce.py", server.url)
     rewards = [step["reward"] for step in steps]
     assert np.mean(rewards[-2:]) > rewards[0] + 0.25
     assert max(step["apart"] for step in steps) < 1e-3  # the engine's log-probs and the trainer's, of every adapter
@@ -119,12 +124,7 @@ def test_reinforcement_through_the_sdk_raises_the_reward(live_settings: Settings
 
 @pytest.mark.long
 def test_the_loops_of_the_cookbook_run(live_settings: Settings, tmp_path: Path, sdk: Path) -> None:
-    model = make_tiny_model(tmp_path / "model")
-    settings = EngineSettings(extra_args=("--weight-version", "0"))
-    with EngineServer(model, settings, log=tmp_path / "engine.log", lora_rank=4, lora_output=True) as engine:
-        urls = dataclasses.replace(live_settings.engine, urls=(engine.url,))
-        named = {"TURNLOG_MODEL_NAME": str(model)}
-        with serving(dataclasses.replace(live_settings, engine=urls), model, **named) as server:
-            [line] = run_script(sdk, "cookbook.py", server.url, str(model), str(tmp_path / "log"))
+    with sampling(live_settings, tmp_path, named_by_folder=True) as (server, model):
+        [line] = run_script(sdk, "cookbook.py", server.url, str(model), str(tmp_path / "log"))
     assert line["supervised"]["steps"] >= 2
     assert line["supervised"]["last"] < line["supervised"]["first"]
