@@ -332,7 +332,9 @@ def plugin_rules() -> Iterator[Rule]:
     """Yield the rules of detect-secrets. Imports its plugins."""
     from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
 
-    classes: dict[str, Any] = {one.__name__: one for one in get_mapping_from_secret_type_to_class().values()}
+    # Without the annotation mypy fails here whenever its cache is empty, as it is in CI.
+    plugins: dict[str, Any] = get_mapping_from_secret_type_to_class()
+    classes: dict[str, Any] = {plugin.__name__: plugin for plugin in plugins.values()}
     for name, kind, letters in PLUGINS:
         # AWS_SECRET also finds the value of a variable without quotes.
         patterns: list[re.Pattern[str]] = [one for one in classes[name]().denylist if not one.pattern.startswith("aws")]
