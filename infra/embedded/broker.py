@@ -259,7 +259,7 @@ UTF_8 = {"LC_ALL": "C.UTF-8"}
 QUICK = "-XX:TieredStopAtLevel=1"
 """Option of a JVM that ends soon. The broker has every compiler: 7 core-s at first, and a third less per request."""
 REMEDY = "see the log lines below; set another port with [kafka] port, or more memory with [kafka] heap_mb"
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 300.0
 
 PROPERTIES = """\
 process.roles=broker,controller

@@ -32,7 +32,7 @@ from turnlog.schemas.events import SandboxLimits, ToolStatus
 
 log = logging.getLogger(__name__)
 
-START_S = 20.0
+START_S = 60.0
 
 NO_ROOM_BYTES = 2**20
 """A disk with less free space than this, in bytes, counts as full: the write that failed has used up the rest."""

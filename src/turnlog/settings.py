@@ -214,7 +214,7 @@ class EngineSettings:
     """Size of an embedded engine's key-value cache, in tokens."""
     extra_args: tuple[str, ...] = ()
     """Arguments appended to the launch command of embedded engines, which must then be of one kind."""
-    start_timeout_s: Seconds = 300.0
+    start_timeout_s: Seconds = 900.0
     """Maximum seconds from the start of an engine to its first answer."""
     request_timeout_s: Seconds = 120.0
     """Maximum seconds of one generation; after that another engine is tried."""

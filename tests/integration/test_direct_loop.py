@@ -53,7 +53,7 @@ timeout_s = 120.0
 timeout_s = 180.0
 """
 
-pytestmark = [pytest.mark.kafka, pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.kafka, pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 async def read(loop: Loop) -> list[list[Any]]:
@@ -62,7 +62,7 @@ async def read(loop: Loop) -> list[list[Any]]:
         return [await all_events(role, topic) for topic in wanted]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_engines_sample_by_weights_that_never_went_through_the_store(tmp_path: Path, ranks: int) -> None:
     loop = Loop(tmp_path, SETTINGS.replace("RANKS", str(ranks)))
     started = loop.turnlog("up")

@@ -122,7 +122,7 @@ def compare(games: list[tuple[str, int]]) -> set[float]:
 def test_each_game_for_one_player_gives_the_observations_and_rewards_that_textarena_gives() -> None:
     first = {game.partition("-v0")[0]: game for game in reversed(single_player_games())}
     assert first.keys() == SCRIPTS.keys()
-    assert len(compare([(game, seed) for game in first.values() for seed in (1, 2)])) > 5
+    assert len(compare([(game, 1) for game in first.values()])) > 5
 
 
 @pytest.mark.long

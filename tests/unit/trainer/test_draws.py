@@ -189,8 +189,7 @@ async def test_steps_without_a_finite_gradient_in_a_row_end_the_trainer_and_name
     "file",
     [
         "__0_0.distcp",
-        ".metadata",
-        *(pytest.param(one, marks=pytest.mark.long) for one in ("common.pt", "metadata.json")),
+        *(pytest.param(one, marks=pytest.mark.long) for one in (".metadata", "common.pt", "metadata.json")),
     ],
 )
 @pytest.mark.parametrize("cut", [None, 20, *(pytest.param(cut, marks=pytest.mark.long) for cut in (0, 0.5))])
