@@ -6,22 +6,25 @@ depend on the order of rewards, so they are computed from the rows when somebody
 
 from __future__ import annotations
 
+import collections
+import logging
 import math
 import sqlite3
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import orjson
-from prometheus_client import Gauge
+from prometheus_client import Counter, Gauge
 
 from turnlog.consumers.index.reader import Index, Row
 from turnlog.infra.offers import load_detectors
 from turnlog.infra.roles.runs import Configured
 from turnlog.processors.core.cheating.across import RunHistory, SessionSummary, summarize
-from turnlog.processors.core.cheating.actions import TurnText, trace
+from turnlog.processors.core.cheating.actions import SessionTrace, TurnText, trace
 from turnlog.processors.core.cheating.detectors import ACROSS, CheatDetector, findings
+from turnlog.processors.core.cheating.findings import Finding
+from turnlog.processors.core.errors import BrokenMethod
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import EgressRequest, EgressSource, RewardAssigned, SessionStarted
 from turnlog.schemas.types import TurnId
@@ -29,6 +32,8 @@ from turnlog.settings import Settings
 
 MOST: Final = 2000
 """Maximum number of sessions that are compared with each other, and of flagged sessions in a list."""
+log = logging.getLogger(__name__)
+FAILURES = Counter("turnlog_cheating_failures", "Sessions on which a detector failed", ["detector"])
 FLAGGED = Gauge("turnlog_cheating_sessions", "Rewarded sessions with a finding, by detector", ["detector"])
 TURNS: Final = """SELECT epoch, turn_index, base_epoch, base_index, messages, response FROM turns_records
     WHERE session_id = ? AND counts ORDER BY place"""
@@ -87,7 +92,7 @@ class Flag:
 
 
 def refresh_flags(sql: sqlite3.Connection, codec: Codec, sessions: Iterable[str], rules: FlagRules) -> None:
-    """Compute the flags of these sessions again from the rows. Raises BrokenMethod."""
+    """Compute the flags of these sessions again from the rows."""
     changed = False
     for session_id in sessions:
         found = sql.execute("SELECT settled, reward FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
@@ -146,9 +151,20 @@ def _refresh_one(
         [
             (session_id, number, one.detector, one.severity.value, one.says,
              None if one.turn is None else numbers.get(one.turn), one.call_id, one.excerpt)
-            for number, one in enumerate(findings(session, rules.detectors))
+            for number, one in enumerate(_findings(session, rules.detectors))
         ],
     )  # fmt: skip
+
+
+def _findings(session: SessionTrace, detectors: Iterable[CheatDetector]) -> Iterator[Finding]:
+    """Yield what the detectors find. The index goes on without the findings of one that fails, and counts the
+    failure."""
+    for detector in detectors:
+        try:
+            yield from findings(session, (detector,))
+        except BrokenMethod as broken:
+            log.error("%s", broken)
+            FAILURES.labels(detector.name).inc()
 
 
 def _turns(rows: Iterable[Sequence[Any]]) -> Iterator[TurnText]:
@@ -247,7 +263,7 @@ def flagged_sessions(index: Index, *, detector: str = "", limit: int = MOST) -> 
         flags.setdefault(row["session_id"], []).append(_flag(row))
     for session_id, more in found.items():
         flags.setdefault(session_id, []).extend(more)
-    counts = Counter(name for held in flags.values() for name in {one.detector for one in held})
+    counts = collections.Counter(name for held in flags.values() for name in {one.detector for one in held})
     chosen = [name for name, held in flags.items() if not detector or any(one.detector == detector for one in held)]
     named = (index.row("SELECT * FROM sessions WHERE session_id = ?", name) for name in chosen)
     rows = [row for row in named if row is not None]

@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from prometheus_client import REGISTRY
 
 from tests.fakes.cheating.episodes import Told, records_of
 from tests.fakes.cheating.honest import plain_repair
@@ -19,14 +20,15 @@ from tests.fakes.memory_log import MemoryLog
 from tests.unit.consumers.conftest import SETTINGS, TrainedRun
 from turnlog.consumers.figures import read_levels
 from turnlog.consumers.index.flags import Flag, FlagRules, flagged_sessions, flags_of
-from turnlog.consumers.index.indexer import build
+from turnlog.consumers.index.indexer import build, indexing
 from turnlog.consumers.index.reader import Index
 from turnlog.consumers.replay.verify import run as replay
 from turnlog.infra.roles.http_clients import direct
 from turnlog.infra.roles.runs import Configured
 from turnlog.plugins.alarms import alarms
 from turnlog.plugins.dashboard.server import serving
-from turnlog.processors.core.cheating.detectors import NAMES
+from turnlog.processors.core.cheating.detectors import NAMES, CheatDetector
+from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.schemas import topics
 from turnlog.schemas.events import GroupScored, SampleBatchFormed
 from turnlog.settings import CheatingSettings, IndexSettings, RunSettings, Settings
@@ -146,9 +148,6 @@ async def test_the_index_the_log_and_the_archive_say_the_same(indexed: tuple[Tra
 async def test_an_index_read_in_small_pieces_has_the_same_flags(
     indexed: tuple[TrainedRun, Settings], tmp_path: Path
 ) -> None:
-    from turnlog.consumers.index.indexer import indexing
-    from turnlog.processors.core.fold_versions import FOLD_VERSION
-
     made, settings = indexed
     rules = FlagRules.of(settings, Configured.today(settings))
     path = tmp_path / "other.sqlite"
@@ -159,6 +158,24 @@ async def test_an_index_read_in_small_pieces_has_the_same_flags(
         with Index.open(file) as index:
             tables[file] = [index.rows(f"SELECT * FROM {name} ORDER BY 1, 2") for name in ("flags", "solutions")]
     assert tables[path] == tables[Path(settings.index.path)]
+
+
+async def test_the_index_goes_on_without_a_detector_that_fails(
+    indexed: tuple[TrainedRun, Settings], tmp_path: Path
+) -> None:
+    made, settings = indexed
+    rules = FlagRules.of(settings, Configured.today(settings))
+    broken = CheatDetector("broken", 1, lambda session: map(int, [session.session_id]))
+    rules = dataclasses.replace(rules, detectors=(broken, *rules.detectors))
+    path = tmp_path / "other.sqlite"
+    async with indexing(made.role("index"), path, FOLD_VERSION, rules) as indexer:
+        await indexer.catch_up()
+    assert REGISTRY.get_sample_value("turnlog_cheating_failures_total", {"detector": "broken"})
+    found = []
+    for file in (path, Path(settings.index.path)):
+        with Index.open(file) as index:
+            found.append(index.rows("SELECT session_id, detector, says FROM flags ORDER BY 1, 2, 3"))
+    assert found[0] == found[1] != []
 
 
 async def test_the_alert_names_detectors_and_leaves_out_what_is_excluded(
