@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import numpy as np
 import uvloop
@@ -27,6 +28,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Log, Partition, TopicSpec
 from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.session_keys import MasterKeys, SessionKeys
 from turnlog.schemas.events import Boundary, FinishReason, TokenSnapshot, TurnCompleted, VersionSpan
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES, SNAPSHOTS, TURNS
@@ -123,9 +125,9 @@ async def measure(server: LogServer) -> int:
         await ingest(raw, WARM)
         before = server.written(TOPICS)
         for _ in range(ROUNDS):
-            acknowledged, delivered = await delivered_rate(server, log, append)
-            rates["acknowledged"].append(acknowledged)
-            rates["delivered"].append(delivered)
+            found = await delivered_rate(server, log, append)
+            rates["acknowledged"].append(found.acknowledged)
+            rates["delivered"].append(found.delivered)
             started = time.perf_counter()
             await ingest(raw, TURNS_PER_ROUND)
             rates["floor"].append(TURNS_PER_ROUND / (time.perf_counter() - started))
@@ -145,38 +147,59 @@ async def measure(server: LogServer) -> int:
     )  # fmt: skip
 
 
-async def delivered_rate(server: LogServer, log: Log, append: Callable[[int], Awaitable[None]]) -> tuple[float, float]:
-    """Turns/s until all are acknowledged, and until another process has read and decoded all of them."""
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What one round gave."""
+
+    acknowledged: float
+    """Turns/s until all are acknowledged."""
+    delivered: float
+    """Turns/s until another process has read and decoded all of them."""
+    core_ms: float
+    """CPU of both processes, in ms a turn."""
+
+
+async def delivered_rate(
+    server: LogServer, log: Log, append: Callable[[int], Awaitable[None]], *, part: str = "", master: str = ""
+) -> Rates:
+    """Run a round. `part`: of the benchmark's topics; `master`: the key under which their content is encrypted."""
     ends = await log.end_offsets(places())
     starts = json.dumps({f"{place.topic}/{place.number}": end for place, end in ends.items()})
     reader = await asyncio.create_subprocess_exec(
-        sys.executable, __file__, "--read", server.bootstrap, server.prefix, starts, str(TURNS_PER_ROUND),
-        stdout=asyncio.subprocess.PIPE,
+        sys.executable, __file__, "--read", server.bootstrap, server.prefix + part, starts, str(TURNS_PER_ROUND),
+        master, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert reader.stdout is not None
     await reader.stdout.readline()  # it is there
-    started = time.perf_counter()
+    started, cpu_s = time.perf_counter(), time.process_time()
     await ingest(append, TURNS_PER_ROUND)
     acknowledged = TURNS_PER_ROUND / (time.perf_counter() - started)
-    await reader.stdout.readline()  # it has them all
+    theirs_s = float(await reader.stdout.readline())  # it has them all
     delivered = TURNS_PER_ROUND / (time.perf_counter() - started)
+    core_ms = 1e3 * (time.process_time() - cpu_s + theirs_s) / TURNS_PER_ROUND
     await reader.wait()
-    return acknowledged, delivered
+    return Rates(acknowledged, delivered, core_ms)
 
 
-async def read(bootstrap: str, prefix: str, starts: dict[str, int], turns: int) -> None:
-    """The other process: decode every record of both topics; a line when ready, a line when done."""
+def keys_of(master: str) -> SessionKeys | None:
+    """Keys of sessions under a master key; None without one."""
+    return SessionKeys(MasterKeys(master), "bench") if master else None
+
+
+async def read(bootstrap: str, prefix: str, starts: dict[str, int], turns: int, master: str) -> None:
+    """The other process: decode every record of both topics; a line when ready, and its CPU seconds when done."""
     log = KafkaLog(bootstrap, prefix=prefix)
-    async with EventLog.open(log, MemoryRegistry(), writer="reader") as events, log.reader() as reader:
+    opened = EventLog.open(log, MemoryRegistry(), writer="reader", keys=keys_of(master))
+    async with opened as events, log.reader() as reader:
         reader.assign({Partition(*_place(name)): offset for name, offset in starts.items()})
         await reader.poll(timeout_s=0.05)
         print("ready", flush=True)
-        left = 2 * turns
+        left, cpu_s = 2 * turns, time.process_time()
         while left:
             for record in await reader.poll(max_records=2000, timeout_s=1.0):
                 assert (await events.decode(record)).turn
                 left -= 1
-        print("done", flush=True)
+        print(time.process_time() - cpu_s, flush=True)
     await log.close()
 
 
@@ -203,7 +226,7 @@ def compressed(encoded: list[tuple[bytes, ...]]) -> dict[str, float]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--read"]:
-        uvloop.run(read(sys.argv[2], sys.argv[3], json.loads(sys.argv[4]), int(sys.argv[5])))
+        uvloop.run(read(sys.argv[2], sys.argv[3], json.loads(sys.argv[4]), int(sys.argv[5]), sys.argv[6]))
     else:
         with broker() as server:
             raise SystemExit(uvloop.run(measure(server)))

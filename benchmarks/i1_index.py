@@ -140,8 +140,9 @@ def _session(number: int, reward: float, turns: int) -> tuple[object, ...]:
         f"task-{number % 5000}", ("calc", "code", "search")[number % 3], "train", "loop/1", "policy", "sandbox/1",
         "origin", 1,
         began, began + 1000, "completed" if number % 50 else "truncated", "", 1, 1, reward,
-        f'{{"format": 1.0, "tests": {reward:.3f}}}', "tests/1", None, turns, turns - 1, number % 7 == 0, turns * 200,
-        turns * 400, '["engine-0"]', version, version, reward - 0.5, None, turns * 190, number // 512,
+        f'{{"format": 1.0, "tests": {reward:.3f}}}', "tests/1", None, None, None, turns, turns - 1,
+        number % 7 == 0, turns * 200, turns * 400, '["engine-0"]', version, version, reward - 0.5, None,
+        turns * 190, number // 512,
         ("trained", "discarded", "excluded", "dropped")[number % 4] if number % 3 else "not_training",
     )  # fmt: skip
 

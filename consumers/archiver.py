@@ -45,7 +45,7 @@ from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.codec import HEADER, MAGIC
 from turnlog.schemas.events import ALL
-from turnlog.schemas.topics import BY_NAME, SESSIONS
+from turnlog.schemas.topics import ARCHIVED, SESSIONS
 
 
 class WrittenSchemas:
@@ -88,6 +88,7 @@ BYTES = Counter("turnlog_archived_bytes", "Bytes of files written")
 TAKE_S, DECIDE_S, WRITE_S = (STAGE_S.labels("archive", stage) for stage in ("take", "decide", "write"))
 HELD = Gauge("turnlog_archive_held_bytes", "Bytes of open ranges in memory")
 POLL_RECORDS = 1000
+ARCHIVED_NAMES = frozenset(topic.name for topic in ARCHIVED)
 CUT_PATIENCE_S = 30.0
 Clock = Callable[[], float]
 
@@ -149,7 +150,7 @@ class Archiver:
         reader: Reader,
         *,
         clock: Clock = time.monotonic,
-        topics: Collection[str] = BY_NAME,
+        topics: Collection[str] = ARCHIVED_NAMES,
         limits: RangeLimits | None = None,
     ) -> None:
         """`transactor` must be entered already, so that the previous owner of the archive is fenced."""

@@ -2,12 +2,13 @@
 
 A requeued record has the same bytes as before. If it can be decoded this time (the registry is back, the reader is
 fixed), it is treated like any late record. Tool calls differ: the first answer of a call is final, so the request is
-requeued as a new call.
+requeued as a new call. If the run encrypts content, whoever erases the session of the original erases the new call as
+well.
 
 LetterError
 ├── NoSuchLetter      no letter of the run has this id
 ├── AmbiguousLetter   several ids begin with it
-├── NotRequeueable    the record is gone, and the letter holds only its beginning
+├── NotRequeueable    the record is gone, and the letter holds only its beginning; or its session was erased
 └── NotSkippable      no partition task of the assembler can stop at this place
 """
 
@@ -24,7 +25,8 @@ from turnlog.infra.history import events, read_range, records
 from turnlog.infra.log import Appender, Headers, Partition, Record, partition_of
 from turnlog.infra.roles.role import Role
 from turnlog.names import REQUEUED_HEADER
-from turnlog.schemas import UndecodableRecord, topics
+from turnlog.schemas import SessionIsErased, UndecodableRecord, topics
+from turnlog.schemas.content import holds_erased
 from turnlog.schemas.events import DeadLetter, Event, SkipRequested, ToolCallRequested
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import INLINE_LIMIT_BYTES, SESSIONS, SNAPSHOTS, TOOL_CALLS, TURNS
@@ -43,7 +45,7 @@ class AmbiguousLetter(LetterError):
 
 
 class NotRequeueable(LetterError):
-    """Remedy: `turnlog role archive` may hold the record (--from archive)."""
+    """Remedy: `turnlog role archive` may hold the record (--from archive), unless its session was erased."""
 
 
 class NotSkippable(LetterError):
@@ -135,7 +137,8 @@ def first_places(letters: list[DeadLetter]) -> dict[Partition, int]:
 
 async def requeue(role: Role, appender: Appender, letter: DeadLetter, *, times: int) -> tuple[Partition, int]:
     """Append the letter's record again and return its new place. `times`: how often that was done before. Raises
-    NotRequeueable, LogUnavailable."""
+    NotRequeueable, LogUnavailable, RegistryUnavailable, and ContentKeyError for an encrypted call whose key this
+    process cannot read."""
     value, headers = await whole(role, letter)
     kept: Headers = tuple(header for header in headers if header[0] != REQUEUED_HEADER)
     if letter.topic == TOOL_CALLS.name:
@@ -152,13 +155,15 @@ async def requeue(role: Role, appender: Appender, letter: DeadLetter, *, times: 
 
 async def _as_new_call(role: Role, letter: DeadLetter, value: bytes, times: int) -> bytes:
     """Return the request under a new call_id and in a session of its own, because the calls of the old session keep
-    their answers."""
+    their answers. Raises NotRequeueable."""
     try:
         event = await event_of(role, letter, value)
     except UndecodableRecord:
         return value
     if not isinstance(event, ToolCallRequested):
         return value
+    if holds_erased(event):
+        raise NotRequeueable(f"session {event.session_id}, which made the call, was erased")
     call_id = digest("requeued", letter.event_id, times)
     again = dataclasses.replace(
         event,
@@ -166,7 +171,12 @@ async def _as_new_call(role: Role, letter: DeadLetter, value: bytes, times: int)
         call_id=call_id,
         session_id=digest("requeued", event.session_id, call_id),
     )
-    return role.events.codec.encode(again)
+    try:
+        if role.events.keys is not None:
+            await role.events.keys.prepare(again.session_id, origin=event.session_id)
+        return await role.events.encode(again)
+    except SessionIsErased as error:
+        raise NotRequeueable(str(error)) from error
 
 
 PLACE = re.compile(r"(?P<topic>[a-z.-]+)\[(?P<partition>\d{1,9})\]@(?P<offset>\d{1,18})")

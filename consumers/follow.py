@@ -27,7 +27,9 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.history import caught_up
 from turnlog.infra.log import PATIENT_S, Commit, GroupReader, Log, Partition, Record
 from turnlog.infra.registry import Registry
+from turnlog.infra.roles.role import session_keys
 from turnlog.infra.run_folder import resolve_endpoints, run_settings
+from turnlog.infra.session_keys import SessionKeys
 from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import Event
@@ -80,7 +82,8 @@ class Events:
         return self
 
     async def __anext__(self) -> Event:
-        """Return the next event and mark the previous one as done. Raises LogError, RegistryUnavailable."""
+        """Return the next event and mark the previous one as done. Raises LogError, RegistryUnavailable, and
+        ContentKeyError for content that this process cannot decrypt."""
         while await self._more():
             if (event := await self._decode_next()) is not None:
                 return event
@@ -167,8 +170,9 @@ async def follow(
     """Follow `topics` of a run. Without `settings`, the environment names the run (`run_settings`).
 
     `group` is the consumer group whose progress is committed; a new one begins at the first record. With `until_end`
-    the loop ends at what was on the log when the partitions were assigned. Raises FollowError, NoEndpoints, LogError,
-    RegistryUnavailable.
+    the loop ends at what was on the log when the partitions were assigned. If the run encrypts content, [erasure]
+    master_keys must hold its keys; content of erased sessions has values that stand for it (`content.holds_erased`).
+    Raises FollowError, NoEndpoints, LogError, RegistryUnavailable.
     """
     from turnlog.infra.kafka import KafkaLog  # clients of real machines are imported where they are opened
     from turnlog.infra.registry import HttpRegistry
@@ -180,23 +184,31 @@ async def follow(
         stack.push_async_callback(kafka.close)
         registry = HttpRegistry(settings.registry)
         stack.push_async_callback(registry.close)
-        opened = follow_on(kafka, registry, topics, group=group, until_end=until_end, commit_s=commit_s)
+        opened = follow_on(
+            kafka, registry, topics, group=group, until_end=until_end, commit_s=commit_s, keys=session_keys(settings)
+        )
         yield await stack.enter_async_context(opened)
 
 
 @asynccontextmanager
 async def follow_on(
-    client: Log, registry: Registry, topics: Sequence[str], *, group: str, until_end: bool, commit_s: float
-) -> AsyncIterator[Events]:
-    """Run `follow` on an open log. Schemas are read from the registry by the ids in the records."""
-    events = Events(client, EventLog(client, registry, Codec({}), group), topics=topics, group=group, commit_s=commit_s)
+    client: Log, registry: Registry, topics: Sequence[str], *, group: str, until_end: bool, commit_s: float,
+    keys: SessionKeys | None = None,
+) -> AsyncIterator[Events]:  # fmt: skip
+    """Run `follow` on an open log. Schemas are read from the registry by the ids in the records. `keys`, which are
+    closed at the end, decrypt content."""
+    decoding = EventLog(client, registry, Codec({}, cipher=keys), group, keys=keys)
+    events = Events(client, decoding, topics=topics, group=group, commit_s=commit_s)
     events.until_end = until_end
     # Half a second of delay is acceptable, and a few large fetches are cheaper than many small ones.
     member = client.group_reader(
         group, topics, assigned=events.on_assigned, revoked=events.on_revoked, pause_s=PATIENT_S
     )
-    async with member as reader:
-        events.reader = reader
+    async with AsyncExitStack() as stack:
+        if keys is not None:
+            keys.attach(decoding)
+            stack.push_async_callback(keys.close)
+        events.reader = await stack.enter_async_context(member)
         yield events
         events.mark_done()  # not reached after an error, so that event is delivered again
         await events.commit()

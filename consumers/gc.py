@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
@@ -60,6 +61,8 @@ HASHES = re.compile(rb"[0-9a-f]{64,}")
 NESTED = re.compile(rb"\x80\x01([0-9a-f]{64}).{2,12}application/[\w.+-]{1,80}\+json", re.DOTALL)
 """A BlobRef in Avro: length and text of the hash, size, media type. A blob with a JSON media type references other
 blobs: the packs of a workspace, the body of an answer."""
+RECORDINGS = "egress/"
+"""Beginning of the names of recorded answers, `egress/CACHE/REQUEST/PLACE`."""
 TOPICS = "/topics.json"
 """End of the name of an archive's index object."""
 Connect = Callable[[str], Log]
@@ -293,11 +296,13 @@ async def mark_archive(blobs: Blobs, archive: str, marks: ReferenceMarks) -> Non
 
 
 async def mark_recordings(blobs: Blobs, marks: ReferenceMarks) -> None:
-    """Mark everything that a recording of the egress proxy references. Raises StoreUnavailable."""
-    recordings = await blobs.names("egress/")
+    """Mark everything that a recording of the egress proxy references, and the blobs that hold the same answers:
+    whoever replays a recording names them without storing them again. Raises StoreUnavailable."""
+    recordings = await blobs.names(RECORDINGS)
     for some in _some(recordings):
         for content in await asyncio.gather(*map(blobs.get_named, some)):
-            marks.take(content, "egress/")
+            marks.take(content, RECORDINGS)
+            marks.take(hashlib.sha256(content).hexdigest().encode())
 
 
 async def follow(blobs: Blobs, folders: Sequence[str], marks: ReferenceMarks) -> int:

@@ -40,7 +40,7 @@ from turnlog.infra.roles.tls import trusting
 from turnlog.infra.run_folder import kafka_of
 from turnlog.infra.topics_admin import ACCESS
 from turnlog.names import ConsumerGroup
-from turnlog.schemas.topics import CATALOGUE, Topic
+from turnlog.schemas.topics import Topic
 from turnlog.setting_types import SettingsError
 from turnlog.settings import Settings
 
@@ -116,7 +116,7 @@ async def lag_of(client: Log, settings: Settings, markers: Markers | None = None
     retained records are unread. Optional roles of `turnlog up` are included if they are enabled or have ever committed.
     Raises TopicMissing, LogUnavailable."""
     held = {name: spec.partitions for name, spec in (await client.topics()).items()}
-    if missing := [topic.name for topic in CATALOGUE if topic.name not in held]:
+    if missing := sorted({topic.name for _, read in ROLES.values() for topic in read} - held.keys()):
         raise TopicMissing(f"{', '.join(missing)}: no such topic; run `turnlog topics apply`")
     wanted = {
         (role, group): [Partition(topic.name, number) for topic in ROLES[role][1] for number in range(held[topic.name])]

@@ -15,15 +15,18 @@ from turnlog.infra.code_version import code_version
 from turnlog.infra.log import Appender, Headers, Log, Record, Transactor, partition_of
 from turnlog.infra.redaction.redactor import Redactor
 from turnlog.infra.registry import Registry
+from turnlog.infra.session_keys import SessionKeys, key_lost
 from turnlog.names import CODE_HEADER, OUTPUT_TOKENS_HEADER, RECORD_HEADER, WRITER_HEADER
-from turnlog.schemas import LaterKind, OtherRegistry, UndecodableRecord, UnknownSchemaId
+from turnlog.schemas import LaterKind, NotHeldYet, OtherRegistry, UndecodableRecord, UnknownSchemaId, UnknownSessionKey
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import HEADER, Codec
+from turnlog.schemas.content import WITH_CONTENT, sealable, sealed_schema
 from turnlog.schemas.events import ALL, DeadLetter, Event, RunConfigured, TokenSnapshot, sampled_tokens
 from turnlog.schemas.ids import dead_letter_id
 from turnlog.schemas.topics import INLINE_LIMIT_BYTES, TOPIC_OF
 
 log = logging.getLogger(__name__)
+SEALED_TOPICS = frozenset(topic.name for topic in WITH_CONTENT)
 CODE_RECORDS = frozenset({
     "RunConfigured", "RunPlanned", "RolloutRequested", "SessionStarted", "RewardAssigned", "RewardFailed",
     "ToolCallStarted", "GroupScored", "SampleBatchFormed", "StepCompleted", "WeightVersionPublished",
@@ -41,6 +44,11 @@ class EventSink(Protocol):
         """Masks texts before they are stored; None if [redaction] is off."""
         ...
 
+    @property
+    def keys(self) -> SessionKeys | None:
+        """Keys that encrypt the content of sessions; None if [erasure] is off."""
+        ...
+
     async def append(self, event: Event) -> tuple[int, int]:
         """Take an event, wait until it is durable, and return (partition, offset)."""
         ...
@@ -55,7 +63,8 @@ class EventLog:
 
     `writer` names the role and its instance in a header. With `blobs`, payloads that are too large for a record are
     stored there first. Without `appender`, the log can only decode and transact. With `redactor`, texts are masked
-    before a payload or a record is stored.
+    before a payload or a record is stored, and before they are encrypted. With `keys`, which the codec must have as its
+    cipher, content is encrypted.
     """
 
     def __init__(
@@ -67,9 +76,11 @@ class EventLog:
         *,
         blobs: Blobs | None = None,
         appender: Appender | None = None,
+        keys: SessionKeys | None = None,
         redactor: Redactor | None = None,
     ) -> None:
         self.log = log
+        self.keys = keys
         self.codec = codec
         self.redactor = redactor
         self._registry = registry
@@ -86,13 +97,24 @@ class EventLog:
         *,
         writer: str,
         blobs: Blobs | None = None,
+        keys: SessionKeys | None = None,
         redactor: Redactor | None = None,
     ) -> AsyncIterator[EventLog]:
-        """Register every schema of the catalogue and start one producer. Raises SchemaIncompatible, LogUnavailable."""
-        codec = Codec(await schema_ids(registry))
+        """Register every schema of the catalogue and start one producer. With `keys`, which are closed at the end,
+        content is encrypted. Raises SchemaIncompatible, LogUnavailable."""
+        sealed = {} if keys is None else await sealed_schema_ids(registry)
+        codec = Codec(await schema_ids(registry), sealed_ids=sealed, cipher=keys)
         await asyncio.to_thread(code_version)  # git is asked once, and not while a record waits
         async with log.appender() as appender:
-            yield cls(log, registry, codec, writer, blobs=blobs, appender=appender, redactor=redactor)
+            events = cls(log, registry, codec, writer, blobs=blobs, appender=appender, keys=keys, redactor=redactor)
+            if keys is None:
+                yield events
+                return
+            keys.attach(events)
+            try:
+                yield events
+            finally:
+                await keys.close()
 
     @property
     def writable(self) -> bool:
@@ -105,22 +127,48 @@ class EventLog:
 
     async def submit(self, event: Event, *, output_tokens: int | None = None) -> Awaitable[tuple[int, int]]:
         """Hand the event over, which fixes its order, and return an awaitable for the acknowledgement. Raises Oversized
-        if the event is too large even without its payloads. Raises StoreUnavailable."""
+        if the event is too large even without its payloads. Raises StoreUnavailable, SessionIsErased."""
         assert self._appender is not None
+        topic = TOPIC_OF[type(event).__name__]
+        await self._refresh_keys(topic.name)
+        self.check_not_erased(event)
         if self.redactor is not None:
             event = await self.redactor.redact(event)
         if self._blobs is not None:
             event = await externalize_payloads(event, self._blobs)
-        topic = TOPIC_OF[type(event).__name__]
         headers = self.headers(event, output_tokens=output_tokens)
-        return await self._appender.submit(topic.name, topic.key_of(event), self.codec.encode(event), headers=headers)
+        value = self.codec.encode(event) if self.keys is None else await self.encode(event)
+        return await self._appender.submit(topic.name, topic.key_of(event), value, headers=headers)
+
+    async def _refresh_keys(self, topic: str) -> None:
+        """Look which sessions were erased, if that is due, for a record of a topic with content. Processes that handle
+        no content have no right to."""
+        if self.keys is not None and topic in SEALED_TOPICS:
+            await self.keys.refresh_due()
+
+    def check_not_erased(self, event: Event) -> None:
+        """Raise SessionIsErased if the event holds content of a session that is known to be erased. For writers that
+        store its payloads themselves: those of a refused event would stay until `turnlog gc` deletes them."""
+        if self.codec.is_erased(event):
+            self.codec.encode(event)
+
+    async def encode(self, event: Event) -> bytes:
+        """Return the value of an event's record. If content is encrypted, the key of the session is on the log before
+        this returns. Raises SessionIsErased, WrongMasterKey, LogUnavailable, RegistryUnavailable, and the errors of
+        `Codec.encode`."""
+        try:
+            return self.codec.encode(event)
+        except UnknownSessionKey:
+            assert self.keys is not None, "without a cipher, the codec asks for no key"
+            await self.keys.prepare(event.session_id)
+        return self.codec.encode(event)
 
     async def transact(self, transactor: Transactor, events: Sequence[Event], *, partitions: int = 1) -> None:
         """Append all of `events`, in order, in one transaction, or none. `partitions` is the partition count of those
         topics among them that have more than one.
 
         Everything is encoded before the transaction begins. Raises Fenced, TransactionFailed, Oversized,
-        LogUnavailable. A failed transaction is never repaired: the caller's process ends.
+        LogUnavailable, SessionIsErased. A failed transaction is never repaired: the caller's process ends.
         """
         await asyncio.gather(*await self.begin(transactor, events, lambda key: partition_of(key, partitions)))
         await transactor.commit()
@@ -133,7 +181,7 @@ class EventLog:
         `transact`."""
         if self.redactor is not None:
             events = [self.redactor.event(event) for event in events]
-        values = [self.codec.encode(event) for event in events]
+        values = [await self.encode(event) for event in events]
         await transactor.begin()
         acks = []
         for event, value in zip(events, values, strict=True):
@@ -159,8 +207,10 @@ class EventLog:
 
         Raises LaterKind, which is counted, for a record to be skipped. Raises UndecodableRecord for a record to be
         dead-lettered; its subclass OtherRegistry means that the record itself may be intact. Raises
-        RegistryUnavailable: retry, then end.
+        RegistryUnavailable: retry, then end. Raises ContentKeyError if the content is encrypted and this process cannot
+        read it; content whose key was erased has values that stand for it (schemas/content.py).
         """
+        await self._refresh_keys(record.topic)
         try:
             event = await self._decode_record(record)
         except LaterKind as later:
@@ -174,6 +224,14 @@ class EventLog:
             raise
         check_written(record, type(event).__name__)
         return event
+
+    async def decode_fast(self, record: Record) -> Event:
+        """Return the event of a record as `decode` does, but without a look at the header and at keys that were erased
+        meanwhile, if all that is needed is held here. For readers of whole partitions, whose own code looks at keys."""
+        try:
+            return self.codec.decode(record.value)
+        except NotHeldYet:
+            return await self.decode(record)
 
     def _schema_name(self, value: bytes, broken: UndecodableRecord) -> str:
         """Return the name of the schema that the registry has under the id of an undecodable value, or "" if the value
@@ -197,7 +255,7 @@ class EventLog:
 
     async def _decode_record(self, record: Record) -> Event:
         try:
-            return self.codec.decode(record.value)
+            return await self._decode_held(record)
         except UnknownSchemaId as unknown:
             try:
                 schema = await self._registry.schema(unknown.schema_id)
@@ -212,7 +270,19 @@ class EventLog:
             except UndecodableRecord:
                 check_written(record, repr(schema.get("name") if isinstance(schema, Mapping) else schema)[:100])
                 raise
+            return await self._decode_held(record)
+
+    async def _decode_held(self, record: Record) -> Event:
+        """Decode a record, and fetch the key of its session if it is not held yet."""
+        try:
             return self.codec.decode(record.value)
+        except UnknownSessionKey:
+            assert self.keys is not None, "without a cipher, the codec asks for no key"
+            await self.keys.refresh()
+        try:
+            return self.codec.decode(record.value)
+        except UnknownSessionKey as unknown:
+            raise key_lost(unknown) from unknown
 
     async def schema(self, schema_id: int) -> Mapping[str, Any]:
         """Return the schema registered under an id. Raises KeyError if there is none. Raises RegistryUnavailable."""
@@ -223,6 +293,12 @@ async def schema_ids(registry: Registry) -> dict[str, int]:
     """Return the schema id of every record of the catalogue, and register missing schemas. Raises SchemaIncompatible,
     RegistryUnavailable."""
     return {name: await registry.register(name, stored_schema(name)) for name in ALL}
+
+
+async def sealed_schema_ids(registry: Registry) -> dict[str, int]:
+    """Return the schema id of every record whose content is encrypted, and register missing schemas. Raises
+    SchemaIncompatible, RegistryUnavailable."""
+    return {name: await registry.register(name, sealed_schema(name)) for name in sealable(ALL)}
 
 
 def is_configuration(record: Record) -> bool:

@@ -16,11 +16,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, 
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from turnlog.infra.event_log import check_written, is_configuration
+from turnlog.infra.event_log import EventLog, check_written, is_configuration
 from turnlog.infra.log import Log, Partition, Reader, Record
 from turnlog.infra.roles.role import Role
+from turnlog.infra.session_keys import KeyLog
+from turnlog.names import RECORD_HEADER
 from turnlog.schemas import OtherRegistry, UndecodableRecord, UnknownSchemaId
-from turnlog.schemas.events import Event
+from turnlog.schemas.events import Event, SessionErased
 from turnlog.schemas.topics import RUNS, Topic
 
 
@@ -58,6 +60,36 @@ async def read_range(
 
 EVERY_RUN = "any"
 """Matches the events of every run where run ids are expected."""
+
+
+async def recorded_erasures(
+    log: Log, events: EventLog, spine: Partition, run_id: str, *, archive: EventLog | None = None
+) -> dict[str, SessionErased]:
+    """Return {session: SessionErased} of the erased sessions in a partition of agent.sessions: the first record with
+    the structure of a tree, else the first one. With `archive`, its records are read as well, and if `log` is an
+    archive, those of the topic, which it may not have yet. Nothing is read unless the run encrypts content and a
+    session was erased. Raises LogUnavailable, RegistryUnavailable."""
+    if events.keys is None:
+        return {}
+    await events.keys.refresh()
+    if not events.keys.erased:
+        return {}
+    found: dict[str, SessionErased] = {}
+    sources: dict[Log, KeyLog] = {log: events}
+    for decoder in (archive, events.keys.source):
+        if decoder is not None:
+            sources.setdefault(decoder.log, decoder)
+    for part, decoder in sources.items():
+        starts, ends = await part.start_offsets([spine]), await part.end_offsets([spine])
+        async with part.reader() as reader:
+            async for record in read_range(reader, starts, ends, max_records=2000):
+                if (RECORD_HEADER, SessionErased.__name__.encode()) in record.headers:
+                    event = await decoder.decode_known(record)
+                    if event is not None and event.run_id == run_id:
+                        known = found.setdefault(event.session_id, event)
+                        if event.has_structure and not known.has_structure:
+                            found[event.session_id] = event
+    return found
 
 
 @dataclass(slots=True)

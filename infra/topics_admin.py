@@ -13,14 +13,16 @@ from turnlog.infra.log import Log, LogError, TopicSpec
 from turnlog.names import REGISTRY_TOPIC, ConsumerGroup, TransactionalId
 from turnlog.processors.core.fold_versions import INPUTS, OUTPUTS
 from turnlog.schemas import topics
-from turnlog.schemas.topics import BY_NAME, CATALOGUE, CONTROL, Topic
+from turnlog.schemas.content import WITH_CONTENT
+from turnlog.schemas.topics import ARCHIVED, BY_NAME, CATALOGUE, CONTROL, SESSION_KEYS, Topic
 from turnlog.settings import Settings
 
 AT_LEAST = frozenset({"max.message.bytes", "min.insync.replicas"})
 """Configuration keys whose value may exceed the catalogue's."""
+AT_MOST = frozenset({"segment.ms", "max.compaction.lag.ms", "min.cleanable.dirty.ratio"})
+"""Configuration keys whose value may be below the catalogue's: what was replaced is removed even sooner."""
 WARNING = "warning:"
 DURABLE = ("min.insync.replicas", "unclean.leader.election.enable")
-CHECKED = ("cleanup.policy", "retention.ms", "retention.bytes", "max.message.bytes", "message.timestamp.type", *DURABLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +61,13 @@ class Access:
 
 AGENTS = (topics.SESSIONS, topics.TURNS, topics.SNAPSHOTS)
 PARKED = topics.DEAD_LETTERS
-REFUSABLE = tuple(topic for topic in CATALOGUE if topic not in (topics.RUNS, topics.TREES, topics.AUDIT, PARKED))
+REFUSABLE = tuple(
+    topic for topic in CATALOGUE if topic not in (topics.RUNS, topics.TREES, SESSION_KEYS, topics.AUDIT, PARKED)
+)
 """Topics whose readers dead-letter records. Readers of the other topics never do."""
 UNINDEXED = (
-    *(topics.GROUP_REQUESTS, topics.GROUP_SCORES, topics.ENGINE_REQUESTS),
-    *(topics.TRANSFERS, topics.RUN_HEALTH, topics.TENANT_COMMANDS, topics.TENANT_RESULTS, topics.AUDIT),
+    *(topics.GROUP_REQUESTS, topics.GROUP_SCORES, topics.ENGINE_REQUESTS, topics.TRANSFERS, topics.RUN_HEALTH),
+    *(topics.TENANT_COMMANDS, topics.TENANT_RESULTS, topics.AUDIT, SESSION_KEYS),
 )
 INDEXED = tuple(topic for topic in CATALOGUE if topic not in UNINDEXED)
 PRUNED = tuple(topic for topic in CATALOGUE if topic not in CONTROL)
@@ -143,7 +147,7 @@ ACCESS: Mapping[str, Access] = {
     ),
     "archive": Access(
         group=ConsumerGroup.ARCHIVE,
-        consumes=CATALOGUE,
+        consumes=ARCHIVED,
         owner=TransactionalId.ARCHIVE,
         asks=(ConsumerGroup.ASSEMBLER,),
     ),
@@ -166,6 +170,7 @@ ACCESS: Mapping[str, Access] = {
         deletes=PRUNED,
         follows=False,
     ),
+    "erase": Access(reads=CATALOGUE, writes=(topics.SESSIONS, SESSION_KEYS, topics.AUDIT)),
     "dead-letters": Access(reads=(PARKED, *REFUSABLE), writes=REFUSABLE, follows=False),
     "skip": Access(reads=AGENTS, writes=(topics.SESSIONS,), follows=False),
     "gc": Access(reads=CATALOGUE, appends=False),
@@ -193,6 +198,7 @@ VERBS: Mapping[str, str] = {
     "reader": "status, replay, dataset, export, dashboard, run list; log audit, books, cheating, eval, fold, report, "
     "reward, session, tail, why, dead-letters list and show",
     "prune": "log archive prune",
+    "erase": "erase",
     "dead-letters": "log dead-letters requeue",
     "skip": "log dead-letters skip",
     "run": "run, its feeder included",
@@ -293,7 +299,7 @@ def _problems(spec: TopicSpec, found: Mapping[str, TopicSpec]) -> list[str]:
     problems = []
     if there.partitions != spec.partitions:
         problems.append(_count_mismatch(spec, there))
-    return problems + _weak(spec, there, CHECKED)
+    return problems + _weak(spec, there, tuple(spec.config))
 
 
 def _weak(spec: TopicSpec, there: TopicSpec, keys: Sequence[str]) -> list[str]:
@@ -318,6 +324,8 @@ def _weak(spec: TopicSpec, there: TopicSpec, keys: Sequence[str]) -> list[str]:
 def _satisfies(key: str, there: str | None, wanted: str) -> bool:
     if there is not None and key in AT_LEAST:
         return int(there) >= int(wanted)
+    if there is not None and key in AT_MOST:
+        return float(there) <= float(wanted)
     return there == wanted
 
 
@@ -344,9 +352,17 @@ def _count_mismatch(spec: TopicSpec, there: TopicSpec) -> str:
     )
 
 
+def _with_keys(access: Access, settings: Settings) -> Access:
+    """Add the rights on the keys of sessions that reading and writing encrypted content needs."""
+    if not settings.erasure.master_keys or not WITH_CONTENT & {*access.receives, *access.writes}:
+        return access
+    writes = (SESSION_KEYS,) if WITH_CONTENT & set(access.writes) else ()
+    return replace(access, reads=(*access.reads, SESSION_KEYS), writes=(*access.writes, *writes))
+
+
 def acls(settings: Settings, role: str, principal: str = "") -> list[Acl]:
     """Return the minimum rights of the role on this cluster, prefix and run. `principal` defaults to User:ROLE."""
-    access, prefix = ACCESS.get(role, Access()), settings.kafka.prefix
+    access, prefix = _with_keys(ACCESS.get(role, Access()), settings), settings.kafka.prefix
     filled = {"run": settings.run.id, "archive": archive_name(settings)}
 
     def on(resource: str, operation: str, name: str, **more: str) -> Acl:

@@ -284,6 +284,7 @@ async def _codec(settings: Settings, health: Health) -> Codec:
         events = await stack.enter_async_context(EventLog.open(log, registry, writer="views"))
         role = Role("views", "views", settings, log, events, MemoryBlobs(), health)  # views read no payloads
         async with claim_log(role):
+            events.codec.hide_content()  # views show figures, and need no master key
             return events.codec
 
 

@@ -8,7 +8,7 @@ GatewayClientError
 ├── ContextExceeded      the conversation does not fit the context window: the session is truncated
 ├── RequestRejected      any other 4xx: the agent requested something impossible
 ├── OpponentMissing      a player's model is served by no side engine
-├── SessionOver          the session is finished already
+├── SessionOver          the session is finished already, or was erased
 └── SessionMoved            another gateway owns the session now: open it again
 """
 
@@ -565,7 +565,7 @@ def refusal(answer: HttpResponse) -> GatewayClientError:
     match answer.status, _code(answer):
         case _, "context_length_exceeded":
             return ContextExceeded(message)
-        case _, "session_finished":
+        case _, ("session_finished" | "session_erased"):
             return SessionOver(message)
         case _, "no_side_engine":
             return OpponentMissing(message)

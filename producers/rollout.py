@@ -45,6 +45,7 @@ from turnlog.producers.players import GameLoop, UserLoop, recorded_moves
 from turnlog.producers.tool_calls import NoWorker, ToolCalls, ToolResults, ToolUnanswered, first_workspace
 from turnlog.producers.tool_loop import ToolLoop
 from turnlog.producers.verdicts import Bench
+from turnlog.schemas import SessionIsErased
 from turnlog.schemas.events import Outcome, RewardAssigned, RolloutRequested
 from turnlog.schemas.events.sessions import Environment
 from turnlog.settings import RunnerSettings
@@ -120,8 +121,17 @@ class Rollout:
         one. `resume`: another owner may have begun the rollout.
 
         Per attempt: 1. open the session; 2. act until the agent ends; 3. write the reward, unless the verifier is late;
-        4. finish the session. Raises GatewayUnavailable, GatewayRefused, LogUnavailable, StoreUnavailable."""
+        4. finish the session. A session that is over already, or was erased, ends the rollout. Raises
+        GatewayUnavailable, GatewayRefused, LogUnavailable, StoreUnavailable."""
         log_lines.about(group_id=self.request.group_id)
+        try:
+            return await self._run_attempts(resume=resume)
+        except (SessionOver, SessionIsErased) as over:
+            log.warning("rollout %s: %s", self.request.rollout_id, over)
+            return None
+
+    async def _run_attempts(self, *, resume: bool) -> Owed | None:
+        """See `run`. Raises SessionOver, SessionIsErased, and what `run` raises."""
         left = self.settings.max_attempts
         for attempt in itertools.count():
             if self._cut:
@@ -134,18 +144,22 @@ class Rollout:
             if state is not None and state.finished:
                 ending, owed = SessionEnding(state.outcome, state.reason), self._still_owed(session, state)
             else:
-                try:
-                    ending, owed = await self._attempt(session, state, attempt, final=left == 1)
-                except SessionOver as over:
-                    log.warning("rollout %s: %s", self.request.rollout_id, over)
-                    return None
+                ending, owed = await self._attempt(session, state, attempt, final=left == 1)
             left -= not _is_outage(ending)
             if ending.outcome is not Outcome.infra_failure or not left:
                 return owed
         raise AssertionError("unreachable")
 
     async def settle(self, owed: Owed) -> None:
-        """Judge, and write the reward, then those of the players. Raises GatewayClientError, LogUnavailable."""
+        """Judge, and write the reward, then those of the players; a session that was erased meanwhile gets none. Raises
+        GatewayClientError, LogUnavailable."""
+        try:
+            await self._write_rewards(owed)
+        except SessionIsErased as erased:
+            log.warning("rollout %s: no reward is written: %s", self.request.rollout_id, erased)
+
+    async def _write_rewards(self, owed: Owed) -> None:
+        """See `settle`. Raises SessionIsErased, and what `settle` raises."""
         for record in await owed.bench.verdicts(owed.verifier, owed.episode):
             await self.events.append(record)
             if not record.player:
@@ -190,7 +204,7 @@ class Rollout:
         failed, owed, steps = ending.outcome not in LIVE, None, 0
         final = (final and not _is_outage(ending)) or not failed or ending.outcome is Outcome.cancelled
         if failed:
-            log.warning("rollout %s, attempt %d: %s", self.request.rollout_id, number, ending.reason)
+            log.warning("rollout %s, attempt %d: %s", self.request.rollout_id, number, ending.outcome.value)
         else:
             episode = Episode(
                 task=self._task.row,
@@ -204,7 +218,7 @@ class Rollout:
             steps = await self._steps(owed)
             if not is_late(owed.verifier):
                 # The reward comes before the end of its session, so that a finished session is settled at once.
-                await self.settle(owed)
+                await self._write_rewards(owed)
                 owed = None
         await self.gateway.finish(
             session,

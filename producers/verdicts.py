@@ -222,7 +222,7 @@ class Bench:
     ) -> list[ToolCallCompleted]:
         """Return the answers of one attempt, whose calls run one after the other on the same files."""
         durable = len(calls) > 1 or verifier.sandbox.durable_workspace
-        alone = self._alone(verifier, workspace, attempt, durable=durable)
+        alone = await self._alone(verifier, workspace, attempt, durable=durable)
         return [await self._run_call(verifier, alone, call, attempt, index) for index, call in enumerate(calls)]
 
     async def _by_patch(self, verifier: PatchVerifier, episode: Episode) -> Verdict:
@@ -242,23 +242,26 @@ class Bench:
 
         async def attempt(number: int) -> Verdict:
             async def run(part: str, workspace: BlobRef, call: SandboxCall) -> ToolCallCompleted:
-                alone = self._alone(asking, workspace, number, part, durable=True)
+                alone = await self._alone(asking, workspace, number, part, durable=True)
                 return await self._run_call(asking, alone, call, number, PARTS.index(part))
 
             return await grade_patch(verifier, episode, trees, self.blobs, run)
 
         return await patiently(attempt, timeout_s=None, attempts=verifier.attempts)
 
-    def _alone(
+    async def _alone(
         self, verifier: SandboxVerifier | PatchVerifier, workspace: BlobRef | None, *about: str | int, durable: bool
     ) -> ToolCalls:
         """Return the calls of a separate sandbox session, away from anything that the agent left running. If another
-        runner repeats them, they have the same ids, and their stored answers."""
+        runner repeats them, they have the same ids, and their stored answers. Raises SessionIsErased."""
+        session_id = ids.digest("verify", self.session.session_id, verifier.name, verifier.version, *about)
+        if self.events.keys is not None:  # what is judged is erased together with the session that made it
+            await self.events.keys.prepare(session_id, origin=self.session.session_id)
         calls = ToolCalls(
             self.events,
             self.results,
             self.request,
-            ids.digest("verify", self.session.session_id, verifier.name, verifier.version, *about),
+            session_id,
             dataclasses.replace(verifier.sandbox, fresh=True, durable_workspace=durable),
             verifier.timeout_s,
         )

@@ -63,6 +63,7 @@ from turnlog.sandbox_workers.session_files import SessionFiles
 from turnlog.sandbox_workers.tools import Refusal
 from turnlog.sandbox_workers.tools.tool import CallContext
 from turnlog.sandbox_workers.workspaces.store import Workspaces
+from turnlog.schemas import SessionIsErased
 from turnlog.schemas.events import EgressRequest, ToolCallCompleted, ToolCallRequested, ToolCallStarted, ToolStatus
 from turnlog.schemas.events.tools import UNISOLATED
 from turnlog.schemas.topics import INLINE_LIMIT_BYTES
@@ -170,7 +171,17 @@ class CallRunner:
         return pending.placement
 
     async def answer(self, unit: ToolCallPartitionTask, pending: Pending) -> None:
-        """Publish the call's answer and tell the partition's state its position. Raises LogError, StoreUnavailable."""
+        """Publish the call's answer and tell the partition's state its position. A call whose session was erased ends
+        without an answer. Raises LogError, StoreUnavailable."""
+        try:
+            await self._answer(unit, pending)
+        except SessionIsErased as erased:
+            log.warning("call %s gets no answer: %s", pending.request.call_id, erased, extra=_about(pending))
+            unit.drop(pending)
+            self.release(unit.session(pending.request))
+
+    async def _answer(self, unit: ToolCallPartitionTask, pending: Pending) -> None:
+        """See `answer`. Raises SessionIsErased, and what `answer` raises."""
         placement = self.placement(pending)
         execution = self._unrunnable(unit, pending, placement)
         while execution is None:

@@ -64,6 +64,8 @@ class Pending:
     cancelled: bool = False
     begun: bool = False
     """True once its ToolCallStarted is being written, or is on the log."""
+    dropped: bool = False
+    """True if its session was erased, so that no answer is written."""
     sent: bool = False
     """True once its answer is being written: a client that repeats the request from now on may miss it."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -173,6 +175,15 @@ class ToolCallPartitionTask:
         self._begun_at.pop(completed.call_id, None)
         self.pending.pop(completed.call_id, None)
         self._open.difference_update(self._records.pop(completed.call_id, ()))
+
+    def drop(self, pending: Pending) -> None:
+        """Finish the records of a call that gets no answer, because its session was erased."""
+        pending.dropped = True
+        call_id = pending.request.call_id
+        self.attempts.pop(call_id, None)
+        self._begun_at.pop(call_id, None)
+        self.pending.pop(call_id, None)
+        self._open.difference_update(self._records.pop(call_id, ()))
 
     def commit(self) -> Commit:
         """Return the commit: the low-water mark of the calls. Its metadata has the position from which a restarted

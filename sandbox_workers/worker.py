@@ -8,6 +8,7 @@ a call_id on the log is the effective one."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
@@ -42,7 +43,8 @@ from turnlog.sandbox_workers.placements import Placement
 from turnlog.sandbox_workers.pooling import SandboxPools
 from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.protocol import Shape
-from turnlog.schemas import UndecodableRecord
+from turnlog.schemas import SessionIsErased, UndecodableRecord
+from turnlog.schemas.content import holds_erased
 from turnlog.schemas.events import ToolCallCancelled, ToolCallCompleted, ToolCallRequested, ToolStatus
 from turnlog.schemas.events.tools import SESSION_OVER
 from turnlog.schemas.topics import TOOL_CALLS
@@ -236,8 +238,8 @@ class SandboxWorker:
             await self._role.park(record, error)
             unit.finish(record.offset)
             return
-        if isinstance(event, ToolCallRequested) and event.caller:  # the worker that wrote it runs it
-            unit.finish(record.offset)
+        if isinstance(event, ToolCallRequested) and (event.caller or holds_erased(event)):
+            unit.finish(record.offset)  # the worker that wrote it runs it; an erased one has no arguments any more
             return
         if isinstance(event, ToolCallRequested):
             self._request(unit, event, record)
@@ -275,6 +277,9 @@ class SandboxWorker:
         """Publish a stored answer again: a client that repeats the request after it was written did not see it."""
         if pending is not None:
             await pending.settled.wait()
+        if pending is not None and pending.dropped:
+            unit.finish(record.offset)
+            return
         await self._catch_up(unit)
         position = unit.answers.find(request.call_id)
         if position is None or self._units.get(unit.number) is not unit:
@@ -285,7 +290,8 @@ class SandboxWorker:
             outcome = CallOutcome(execution=gone, workspace=None)
             stored = make_completed_event(request, outcome, attempt=0, queue_s=0.0, worker=self._role.instance)
         again = dataclasses.replace(stored, cached=True)
-        unit.note_answer(again, (await self._role.events.append(again))[1])
+        with contextlib.suppress(SessionIsErased):
+            unit.note_answer(again, (await self._role.events.append(again))[1])
         unit.finish(record.offset)
 
     async def _work_off(self, name: str, session: SessionQueue) -> None:

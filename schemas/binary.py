@@ -24,6 +24,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from turnlog.schemas.avsc import avro_schema, field_types, stored_schema
 from turnlog.schemas.events import ALL
+from turnlog.schemas.types import CONTENT
 
 Record = TypeVar("Record")
 
@@ -64,6 +65,22 @@ def reader(name: str) -> Read | None:
     _read(code, ALL[name], "event", 1)
     code.line("return event, p", 1)
     return code.function("read", READING) if avro_schema(ALL[name]) == stored_schema(name) else None
+
+
+WriteContent = Callable[[Any, list[bytes], Callable[[tuple[int, str, bool]], None]], None]
+"""(event, parts, found): appends the body part by part, and calls `found` with the place of each content field that is
+not empty (turnlog.schemas.content.Found)."""
+
+
+@functools.cache
+def content_writer(name: str) -> WriteContent:
+    """Return the generated writer of a record that also tells where its content fields are."""
+    assert avro_schema(ALL[name]) == stored_schema(name), f"{name}.avsc is not the schema of its class: make schemas"
+    code = _Code()
+    code.line("def write(event, parts, found):")
+    code.line("    a = parts.append")
+    _write(code, ALL[name], "event", 1, path="")
+    return code.function("write", WRITING)  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -224,13 +241,18 @@ def _read_blocks(code: _Code, kind: Any, target: str, depth: int) -> None:
     code.line(f"p += 1; {target} = {many if is_map else f'tuple({many})'}", depth)
 
 
-def _write(code: _Code, kind: Any, value: str, depth: int) -> None:
-    """Emit lines that append the expression `value` of this annotation."""
+def _write(code: _Code, kind: Any, value: str, depth: int, *, path: str | None = None, content: bool = False) -> None:
+    """Emit lines that append the expression `value` of this annotation. With `path`, the names of the fields around it,
+    they also tell the places of content."""
     origin = get_origin(kind)
     if origin is Annotated:
-        _write(code, get_args(kind)[0], value, depth)
+        _write(code, get_args(kind)[0], value, depth, path=path, content=content)
     elif kind in WRITTEN:
-        for text in WRITTEN[kind]:
+        first, *others = WRITTEN[kind]
+        code.line(first.format(value), depth)
+        if path is not None and content and kind is not NoneType:
+            code.line(f"if v: found((len(parts), {path[:-1]!r}, {kind is str}))", depth)
+        for text in others:
             code.line(text.format(value), depth)
     elif origin in (Union, UnionType):
         found = code.name()
@@ -239,18 +261,19 @@ def _write(code: _Code, kind: Any, value: str, depth: int) -> None:
             python = get_args(arm)[0] if get_origin(arm) is Annotated else arm
             code.line(f"{'elif' if index else 'if'} type({found}) is {code.constant(python)}:", depth)
             code.line(f"a({long(index)!r})", depth + 1)
-            _write(code, arm, found, depth + 1)
+            _write(code, arm, found, depth + 1, path=path, content=content)
         code.line(f"else: raise TypeError({found})", depth)
     elif origin in (tuple, dict):
-        _write_blocks(code, kind, value, depth)
+        _write_blocks(code, kind, value, depth, path)
     elif issubclass(kind, StrEnum):
         indexes = code.constant({member: long(index) for index, member in enumerate(kind)})
         code.line(f"a({indexes}[{value}])", depth)
     else:
         record = code.name()
         code.line(f"{record} = {value}", depth)
-        for field, annotation in field_types(kind).items():
-            _write(code, annotation, f"{record}.{field}", depth)
+        for field, annotation in zip(dataclasses.fields(kind), field_types(kind).values(), strict=True):
+            inner = None if path is None else f"{path}{field.name}."
+            _write(code, annotation, f"{record}.{field.name}", depth, path=inner, content=CONTENT in field.metadata)
 
 
 COUNTED = ("n = len(v)", "a(SMALL[n] if n < 1024 else long(n))")
@@ -260,11 +283,11 @@ WRITTEN: dict[Any, tuple[str, ...]] = {
     int: ("v = {}", "a(SMALL[v] if 0 <= v < 1024 else long(v))"),
     float: ("a(double({}))",),
     bool: ("a(BOOLEANS[{}])",),
-    NoneType: (),
+    NoneType: ("pass",),
 }
 
 
-def _write_blocks(code: _Code, kind: Any, value: str, depth: int) -> None:
+def _write_blocks(code: _Code, kind: Any, value: str, depth: int, path: str | None) -> None:
     """Emit lines that append an array or a map as one block, as fastavro does."""
     many, item, key = code.name(), code.name(), code.name()
     is_map = get_origin(kind) is dict
@@ -275,7 +298,7 @@ def _write_blocks(code: _Code, kind: Any, value: str, depth: int) -> None:
     code.line(f"for {key}, {item} in {many}.items():" if is_map else f"for {item} in {many}:", depth + 1)
     if is_map:
         _write(code, str, key, depth + 2)
-    _write(code, get_args(kind)[int(is_map)], item, depth + 2)
+    _write(code, get_args(kind)[int(is_map)], item, depth + 2, path=path)
     code.line(r"a(b'\0')", depth)
 
 

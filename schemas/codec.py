@@ -30,6 +30,7 @@ from fastavro.schema import to_parsing_canonical_form as canonical
 
 from turnlog.schemas import (
     LaterKind,
+    MasterKeyMissing,
     UndecodableRecord,
     UnknownRecord,
     UnknownSchemaId,
@@ -37,6 +38,7 @@ from turnlog.schemas import (
     binary,
 )
 from turnlog.schemas.avsc import NAMESPACE, avro_schema, field_types, stored_schema
+from turnlog.schemas.content import SEALED, ContentCipher, Found, HiddenContent, holds_content, seal, unseal
 from turnlog.schemas.events import ALL, UNWRITTEN, Event
 from turnlog.schemas.json_depth import MAX_DEPTH
 
@@ -159,13 +161,30 @@ class Codec:
     """Encodes with the schema ids that the registry assigned and decodes every id whose schema it holds. Not
     thread-safe."""
 
-    def __init__(self, ids: Mapping[str, int], *, unwritten: Set[str] = UNWRITTEN) -> None:
+    def __init__(
+        self,
+        ids: Mapping[str, int],
+        *,
+        unwritten: Set[str] = UNWRITTEN,
+        sealed_ids: Mapping[str, int] | None = None,
+        cipher: ContentCipher | None = None,
+    ) -> None:
         """Create a codec. `ids` maps each record name to the schema id of its current schema. `unwritten` names kinds
-        and union arms that `encode` rejects, and kinds that `decode` skips."""
+        and union arms that `encode` rejects, and kinds that `decode` skips. `sealed_ids` maps the names of records with
+        content to the ids of their sealed schemas: with them, `cipher` encrypts what `encode` writes. Without a
+        `cipher`, sealed records cannot be decoded."""
+        self._cipher = cipher
+        sealed = sealed_ids or {}
+        assert cipher is not None or not sealed
         self._unwritten = unwritten
         self._present = {name: fastavro.parse_schema(stored_schema(name)) for name in ALL}
-        self._headers = {name: HEADER.pack(MAGIC, schema_id) for name, schema_id in ids.items()}
-        self._written = {schema_id: (name, self._present[name]) for name, schema_id in ids.items()}
+        self._headers = {name: HEADER.pack(MAGIC, schema_id) for name, schema_id in {**ids, **sealed}.items()}
+        self._seals = frozenset(sealed)
+        """Records that `encode` encrypts."""
+        self._sealed = set(sealed.values())
+        """Ids of sealed schemas."""
+        both = (*ids.items(), *sealed.items())
+        self._written = {schema_id: (name, self._present[name]) for name, schema_id in both}
         self._fingerprints: dict[int, str] = {}
         self._readers: dict[bytes, binary.Read | None] = {}
         """Header -> generated reader, added with its first record; None if its schema differs from the current one."""
@@ -174,6 +193,10 @@ class Codec:
         self._refused: dict[int, str] = {}
         """Schema id -> reason why its records are rejected."""
 
+    def hide_content(self) -> None:
+        """Decode encrypted content as if it were erased from now on, if this codec has no cipher."""
+        self._cipher = self._cipher or HiddenContent()
+
     def hold(self, schema_id: int, schema: object) -> None:
         """Add a writer's schema, which may be any JSON. Raises UndecodableRecord if it is not the schema of a record of
         the catalogue, or if it does not bound the work of its readers; every record with this id is then rejected in
@@ -181,6 +204,7 @@ class Codec:
         self._readers.pop(HEADER.pack(MAGIC, schema_id), None)
         for known in (self._written, self._later, self._refused):
             known.pop(schema_id, None)
+        self._sealed.discard(schema_id)
         given = schema if isinstance(schema, Mapping) else {}
         name = str(given.get("name", "")).rpartition(".")[2]
         if name not in ALL and given.get("namespace") == NAMESPACE:
@@ -190,6 +214,8 @@ class Codec:
         else:
             try:
                 self._written[schema_id] = (name, parsed_schema(schema))
+                if SEALED in given:
+                    self._sealed.add(schema_id)
             except UnsafeSchema as error:
                 self._refuse(schema_id, f"schema id {schema_id} of {name} is refused: {error}", error)
 
@@ -197,9 +223,10 @@ class Codec:
         self._refused[schema_id] = why
         raise UndecodableRecord(why) from cause
 
-    def encode(self, event: Event) -> bytes:
+    def encode(self, event: Event, *, sealed: bool = True) -> bytes:
         """Encode an event. Raises UnknownRecord for a class outside the catalogue, WrittenTooSoon, and ValueError for a
-        field that does not fit."""
+        field that does not fit. If content is encrypted, raises UnknownSessionKey (fetch it, try again),
+        SessionIsErased. Without `sealed`, content is never encrypted, for comparisons within this process."""
         name = type(event).__name__
         if name not in self._headers:
             raise UnknownRecord(f"{name} is not a record of the catalogue")
@@ -208,6 +235,27 @@ class Codec:
                 f"{name} holds {', '.join(sorted(held))}, which the last release cannot read: this release reads it, "
                 "the next one may write it (turnlog.schemas.events.UNWRITTEN)"
             )
+        if sealed and name in self._seals and self._cipher is not None:
+            return self._encode_sealed(name, event, self._cipher)
+        return self._encode(name, event)
+
+    def _encode_sealed(self, name: str, event: Event, cipher: ContentCipher) -> bytes:
+        """Encode an event with its content encrypted."""
+        write = binary.content_writer(name)
+        try:
+            parts, found = [self._headers[name]], list[Found]()
+            write(event, parts, found.append)
+        except binary.NOT_PLAIN:  # fastavro knows how to write it, or says what is wrong with it
+            datum = fastavro.schemaless_reader(
+                io.BytesIO(self._encode(name, event)[HEADER.size :]), self._present[name]
+            )
+            parts, found = [self._headers[name]], []
+            write(_from_avro(ALL[name])(datum), parts, found.append)
+        if found or holds_content(event):  # what holds none needs no key, and may also be written after an erasure
+            seal(event, parts, found, cipher)
+        return b"".join(parts)
+
+    def _encode(self, name: str, event: Event) -> bytes:
         if (write := binary.writer(name)) is not None:
             parts = [self._headers[name]]
             try:
@@ -220,18 +268,26 @@ class Codec:
         fastavro.schemaless_writer(out, self._present[name], _to_avro(ALL[name])(event), strict=True)
         return out.getvalue()
 
+    def is_erased(self, event: Event) -> bool:
+        """Return whether the event is of a kind with content, and its session is known to be erased. `encode` refuses
+        such an event if it holds content."""
+        seals = type(event).__name__ in self._seals
+        return seals and self._cipher is not None and self._cipher.is_erased(event.session_id)
+
     def decode(self, data: bytes) -> Event:
         """Decode a framed record. Raises UnknownSchemaId (fetch the schema, `hold` it, try again), LaterKind (skip the
-        record) or UndecodableRecord (dead-letter it)."""
+        record) or UndecodableRecord (dead-letter it); for encrypted content also UnknownSessionKey (fetch the key, try
+        again), MasterKeyMissing and WrongMasterKey."""
         read = self._readers.get(data[: HEADER.size])
+        event, end = None, -1
         if read is not None:
             try:
                 event, end = read(data, HEADER.size)
-                if end == len(data):
-                    return event
             except binary.NOT_PLAIN:
-                pass  # fastavro knows how to read it, or says what is wrong with it
-        return self._decode(data)
+                end = -1  # fastavro knows how to read it, or says what is wrong with it
+        if end != len(data):
+            event = self._decode(data)
+        return self._with_content(data, event) if self._sealed else event
 
     def _decode(self, data: bytes) -> Event:
         """Decode with fastavro."""
@@ -250,6 +306,20 @@ class Codec:
         if header not in self._readers:
             same = written is self._present[name] or canonical(written) == canonical(self._present[name])
             self._readers[header] = binary.reader(name) if same else None
+        return event
+
+    def _with_content(self, data: bytes, event: Event) -> Event:
+        """Return the event with its content decrypted, if its schema says that it is encrypted."""
+        if HEADER.unpack_from(data)[1] not in self._sealed:
+            return event
+        if self._cipher is None:
+            raise MasterKeyMissing(f"the content of {type(event).__name__} {event.event_id} is encrypted")
+        try:
+            unseal(event, self._cipher)
+        except ValueError as error:
+            raise UndecodableRecord(
+                f"{type(event).__name__} {event.event_id}: a content field is not valid ciphertext ({error})"
+            ) from error
         return event
 
     def frame(self, data: bytes) -> tuple[str, bytes]:

@@ -28,7 +28,7 @@ from turnlog.schemas import SchemaError
 from turnlog.schemas.avsc import field_types, render, stored_schema
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.compatibility import CompatibilityRule, Problem, Schema, incompatibilities, named_types
-from turnlog.schemas.events import ALL, UNWRITTEN
+from turnlog.schemas.events import ALL, OF_SEALED_RUNS, UNWRITTEN
 from turnlog.schemas.topics import TOPIC_OF
 from turnlog.schemas.types import Logical, pack_float32s, pack_int32s
 
@@ -124,7 +124,7 @@ def _too_soon(present: Mapping[str, Schema], past: Sequence[Release], unwritten:
                     yield Problem(problem.where, CompatibilityRule.written_too_soon, what)
                 elif problem.rule is not CompatibilityRule.enum_symbol_lost:  # `_enums` says that better
                     yield Problem(problem.where, problem.rule, f"read by {past[-1].name}: {problem.what}")
-        elif name not in unwritten and name in TOPIC_OF and TOPIC_OF[name].name in topics:
+        elif name not in unwritten | OF_SEALED_RUNS and name in TOPIC_OF and TOPIC_OF[name].name in topics:
             what = (
                 f"a new kind on {TOPIC_OF[name].name}, which {past[-1].name} reads; pass it over in this release "
                 "(UNWRITTEN), write it in the next, or give it a topic of its own"

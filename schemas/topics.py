@@ -9,6 +9,8 @@ INLINE_LIMIT_BYTES = 1 << 20
 """Maximum size of an inline payload; larger ones go to the object store."""
 MAX_MESSAGE_BYTES = 8 << 20
 FOREVER = "-1"
+COMPACTION_MS = "600000"
+"""Milliseconds after which a later record of a compacted topic lets the broker remove a record that was replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +23,19 @@ class Topic:
     records: tuple[str, ...]
     partitions: str
     """groups, rollouts or one."""
+    compacted: bool = False
+    """True if only the last record of each key is kept."""
 
     def config(self) -> dict[str, str]:
-        """Return the topic's configuration on the broker: nothing expires and nothing is compacted."""
-        return {
-            "cleanup.policy": "delete",
+        """Return the topic's configuration on the broker: nothing expires, and nothing is compacted unless the topic
+        says so."""
+        compaction = {
+            "segment.ms": COMPACTION_MS,  # a record is compacted away only once its segment is closed
+            "max.compaction.lag.ms": COMPACTION_MS,
+            "min.cleanable.dirty.ratio": "0.01",
+        }
+        return (compaction if self.compacted else {}) | {
+            "cleanup.policy": "compact" if self.compacted else "delete",
             "retention.ms": FOREVER,
             "retention.bytes": FOREVER,
             "max.message.bytes": str(MAX_MESSAGE_BYTES),
@@ -50,6 +60,7 @@ SESSIONS = Topic(
         "SessionFinished",
         "GroupClosed",
         "SkipRequested",
+        "SessionErased",
     ),
     "groups",
 )
@@ -75,6 +86,7 @@ ENGINES = Topic(
     "one",
 )
 ENGINE_REQUESTS = Topic("engine-requests", "engine_id", ("EngineRequested",), "one")
+SESSION_KEYS = Topic("session-keys", "key_id", ("SessionKeyCreated", "SessionKeyErased"), "one", compacted=True)
 RUN_HEALTH = Topic("run-health", "run_id", ("RoleFailed",), "one")
 TENANT_COMMANDS = Topic("tenant-commands", "run_id", ("TenantCommandReceived",), "one")
 TENANT_RESULTS = Topic("tenant-results", "run_id", ("TenantCommandCompleted", "TenantStateSaved"), "one")
@@ -83,16 +95,18 @@ DEAD_LETTERS = Topic("dead-letters", "key", ("DeadLetter",), "one")
 
 CATALOGUE: tuple[Topic, ...] = (
     RUNS, GROUP_REQUESTS, TASKS, SESSIONS, TURNS, SNAPSHOTS, TOOL_CALLS, TOOL_RESULTS, TREES, SAMPLES, GROUP_SCORES,
-    SCORES, BATCHES, STEPS, WEIGHTS, TRANSFERS, ENGINES, ENGINE_REQUESTS, RUN_HEALTH, TENANT_COMMANDS, TENANT_RESULTS,
-    AUDIT, DEAD_LETTERS,
+    SCORES, BATCHES, STEPS, WEIGHTS, TRANSFERS, ENGINES, ENGINE_REQUESTS, SESSION_KEYS, RUN_HEALTH, TENANT_COMMANDS,
+    TENANT_RESULTS, AUDIT, DEAD_LETTERS,
 )  # fmt: skip
 CONTROL: tuple[Topic, ...] = (
-    RUNS, GROUP_REQUESTS, GROUP_SCORES, BATCHES, STEPS, WEIGHTS, TRANSFERS, ENGINES, ENGINE_REQUESTS, RUN_HEALTH,
-    TENANT_COMMANDS, TENANT_RESULTS, AUDIT, DEAD_LETTERS,
+    RUNS, GROUP_REQUESTS, GROUP_SCORES, BATCHES, STEPS, WEIGHTS, TRANSFERS, ENGINES, ENGINE_REQUESTS, SESSION_KEYS,
+    RUN_HEALTH, TENANT_COMMANDS, TENANT_RESULTS, AUDIT, DEAD_LETTERS,
 )  # fmt: skip
 """Topics that roles and operators read from the beginning: they are small and kept for the life of the run. Of every
 other topic only records of unfinished work are needed, so older ones may be deleted once they are archived
 (docs/archive.md)."""
+ARCHIVED: tuple[Topic, ...] = tuple(topic for topic in CATALOGUE if topic is not SESSION_KEYS)
+"""Topics that the archive copies: not the keys of sessions, since what is archived cannot be erased."""
 BY_NAME: dict[str, Topic] = {topic.name: topic for topic in CATALOGUE}
 TOPIC_OF: dict[str, Topic] = {record: topic for topic in CATALOGUE for record in topic.records}
 """Record name -> the one topic that holds it."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from types import MappingProxyType
+from typing import Annotated, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +56,17 @@ Payload = bytes | BlobRef
 Int32Payload = Int32s | BlobRef
 Float32Payload = Float32s | BlobRef
 JsonPayload = Json | BlobRef
+
+
+CONTENT: Final = "content"
+"""Key of a field's metadata that marks it as content: what a session said, saw or computed. Runs with [erasure] encrypt
+these fields (schemas/content.py)."""
+
+
+def content(erased: bytes | None = None) -> Mapping[str, bytes | None]:
+    """Return the metadata of a content field: `field(metadata=content(b"[]"))`. `erased` is what readers get in its
+    place once the session is erased; None gives zeros of the same length, for packed arrays."""
+    return MappingProxyType({CONTENT: erased})
 
 
 INT32 = np.dtype("<i4")

@@ -96,7 +96,7 @@ async def trained_rows(manifest: SampleBatchFormed, role: Role, shape: ModelShap
 
     `model` is the model's folder. Raises the errors of the functions that it calls.
     """
-    rows = await fetch_rows(manifest, role.blobs)
+    rows = await fetch_rows(manifest, role.blobs, role.events.keys)
     check_vocabulary(manifest, rows, shape.vocabulary)
     check_lengths(manifest, rows, shape.positions)
     if shape.vision or family(shape.kind).blind:

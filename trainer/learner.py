@@ -617,6 +617,7 @@ class Totals:
             for (name, measure), total, squares, top in zip(
                 forward.measured.items(), moments[::2], moments[1::2], tops, strict=True
             )
+            if round(trained)  # a maximum of no tokens is infinite
         }
         if forward.columns.auxiliary is not None:
             metrics["auxiliary_loss"] = beside

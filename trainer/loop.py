@@ -320,7 +320,10 @@ class Trainer:
         cursor = self._generation.after(manifest, offset, skipped=result.skipped)
         mark = time.monotonic()
         told = result.tokens
-        file = None if told is None else await self._role.blobs.put(write_tokens(computed, told), media_type=PARQUET)
+        file = None
+        if told is not None:
+            content = await asyncio.to_thread(write_tokens, computed, told, self._role.events.keys)
+            file = await self._role.blobs.put(content, media_type=PARQUET)
         due = await self._make_due(cursor) if self._generation.is_publication_due(manifest, cursor) else None
         seconds["export"] = time.monotonic() - mark
         completed = self._build_step_record(manifest, rows, computed, result, rate, seconds, file)
@@ -452,7 +455,7 @@ class Trainer:
             grad_norm=result.grad_norm,
             learning_rate=rate,
             skipped=result.skipped,
-            masked=_masked_tokens(manifest, result, sum(unrouted_tokens.values()) if only else 0),
+            masked=_masked_tokens(manifest, rows, result, sum(unrouted_tokens.values()) if only else 0),
             logprob_gap_max=result.logprob_gap_max,
             logprob_gap_mean=result.logprob_gap_mean,
             old_cache_gap_max=result.old_cache_gap_max,
@@ -497,14 +500,21 @@ class Trainer:
         )
 
 
-def _masked_tokens(manifest: SampleBatchFormed, result: StepResult, unrouted_tokens: int) -> dict[str, int]:
+def _masked_tokens(
+    manifest: SampleBatchFormed, rows: BatchRows, result: StepResult, unrouted_tokens: int
+) -> dict[str, int]:
     """Return the number of the manifest's trained tokens that a step did not train, by reason.
 
     Tokens that the step did not have to compute count as trained: their gradient is 0.
     """
     if result.skipped:
         return {MaskReason.step_skipped.value: manifest.trained_tokens}
-    found = {MaskReason.unrouted: unrouted_tokens, MaskReason.trainer_mask: result.masked - unrouted_tokens}
+    erased = manifest.trained_tokens - int(rows.trained.sum())
+    found = {
+        MaskReason.unrouted: unrouted_tokens,
+        MaskReason.trainer_mask: result.masked - unrouted_tokens,
+        MaskReason.erased: erased,
+    }
     return {reason.value: tokens for reason, tokens in found.items() if tokens}
 
 

@@ -9,6 +9,8 @@ taken, after the step before it, as if it had been read then.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,12 +20,13 @@ from pathlib import Path
 import numpy as np
 from prometheus_client import Counter
 
-from turnlog.infra.batch_files import CorruptBatch, read_rows
+from turnlog.infra.batch_files import CorruptBatch, open_rows
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnavailable
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.history import events, partitions
 from turnlog.infra.log import Partition, Reader
 from turnlog.infra.roles.role import Role
+from turnlog.infra.session_keys import SessionKeys
 from turnlog.processors.core.batches.prefixes import shared_prefixes
 from turnlog.processors.core.batches.rows import ROWS_VERSIONS, BatchRows, rows_sha256
 from turnlog.schemas.events import BatchSkipped, SampleBatchFormed, SessionStarted
@@ -31,6 +34,7 @@ from turnlog.schemas.topics import BATCHES, SESSIONS
 from turnlog.trainer import BatchGap, TokensUnfit
 from turnlog.trainer.checkpoints.places import file_sha256
 
+log = logging.getLogger(__name__)
 PARTITION = Partition(BATCHES.name, 0)
 RETRY_S = (0.1, 0.5, 2.0, 5.0)
 POLL_S = 0.2
@@ -174,10 +178,13 @@ class ReadAhead:
         return Batch(manifest, offset, rows, known_at)
 
 
-async def fetch_rows(manifest: SampleBatchFormed, blobs: Blobs, *, retry_s: Sequence[float] = RETRY_S) -> BatchRows:
-    """Return the batch's rows, checked against the manifest.
+async def fetch_rows(
+    manifest: SampleBatchFormed, blobs: Blobs, keys: SessionKeys | None = None, *, retry_s: Sequence[float] = RETRY_S
+) -> BatchRows:
+    """Return the batch's rows, checked against the manifest. `keys` decrypt their tokens if the run encrypts them; rows
+    of sessions that were erased since have the token 0 throughout, and none that trains.
 
-    Raises CorruptBatch, BlobMissing that names the batch, and StoreUnavailable after retries.
+    Raises CorruptBatch, BlobMissing that names the batch, StoreUnavailable after retries, and ContentKeyError.
     """
     if manifest.rows_version not in ROWS_VERSIONS:
         known = ", ".join(map(str, ROWS_VERSIONS))
@@ -185,16 +192,20 @@ async def fetch_rows(manifest: SampleBatchFormed, blobs: Blobs, *, retry_s: Sequ
             f"{_where(manifest)}: its rows are of version {manifest.rows_version}, this release reads {known}: install "
             "the release of the batcher that formed it"
         )
-    return await asyncio.to_thread(_verify_rows, manifest, await _fetch_file(manifest, blobs, retry_s))
+    content = await _fetch_file(manifest, blobs, retry_s)
+    if keys is not None:
+        await keys.refresh()
+    return await asyncio.to_thread(_verify_rows, manifest, content, keys)
 
 
 def _where(manifest: SampleBatchFormed) -> str:
     return f"batch {manifest.batch_index} (object {manifest.file.sha256})"
 
 
-def _verify_rows(manifest: SampleBatchFormed, content: bytes) -> BatchRows:
-    where, rows = _where(manifest), read_rows(content)
-    found = rows_sha256(rows, manifest.rows_version)
+def _verify_rows(manifest: SampleBatchFormed, content: bytes, keys: SessionKeys | None) -> BatchRows:
+    where, opened = _where(manifest), open_rows(content, keys)
+    rows, erased = opened.rows, bool(opened.erased.any())  # nobody can verify the hash of what was erased
+    found = manifest.rows_sha256 if erased else rows_sha256(rows, manifest.rows_version)
     if found != manifest.rows_sha256:
         raise CorruptBatch(f"{where}: rows hash to {found}, the manifest says {manifest.rows_sha256}")
     trained = int(rows.trained.sum())
@@ -207,6 +218,10 @@ def _verify_rows(manifest: SampleBatchFormed, content: bytes) -> BatchRows:
         raise CorruptBatch(f"{where}: it holds no rows, but a rollout batch without rows forms no batch")
     if bool(np.any(rows.trained[rows.starts])) or bool(np.any(rows.weight_divisor <= 0)):
         raise CorruptBatch(f"{where}: a row trains its first token or has no weight")
+    if erased:
+        log.warning("%s: %d of its rows were erased and are not trained", where, int(opened.erased.sum()))
+        trained_rows = np.repeat(~opened.erased, rows.lengths)
+        return dataclasses.replace(rows, trained=(rows.trained * trained_rows).astype(rows.trained.dtype))
     _check_prefixes(manifest, rows)
     return rows
 

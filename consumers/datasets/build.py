@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from turnlog.consumers.datasets import BrokenSample, DatasetDamaged, NothingMatched
 from turnlog.consumers.datasets.columns import VIEWS, row_digests, rows_sha256
@@ -133,6 +135,38 @@ def _nothing(role: Role, provenance: Provenance) -> str:
         )
     removed = ", ".join(f"{name} removed {count}" for name, count in provenance.removed.most_common())
     return f"no row of run {run} passes the filters: {removed}. Nothing was written"
+
+
+def remove_session(dataset: Path, session_id: str) -> int:
+    """Write a dataset anew without the rows of a session, in the place of the old one, and return their number. If
+    there are none, nothing is changed. The manifest counts them as removed. Raises NotADataset, DatasetDamaged,
+    Unwritable."""
+    manifest = verify(dataset)
+    columns = [name for name in VIEWS[manifest.view].names if name.endswith("session_id")]
+    removed = sum(int(_of_session(batch, columns, session_id).sum()) for batch in _all_batches(dataset, manifest))
+    if not removed:
+        return 0
+    with DatasetWriter(dataset, manifest.view, manifest.format, overwrite=True) as writer:
+        for batch in _all_batches(dataset, manifest):
+            kept = batch.filter(pa.array(~_of_session(batch, columns, session_id)))
+            if len(kept):
+                writer.add_batch(kept)
+        provenance = manifest.provenance
+        provenance.removed["erased"] += removed
+        writer.close(provenance)
+    return removed
+
+
+def _all_batches(dataset: Path, manifest: DatasetManifest) -> Iterator[pa.RecordBatch]:
+    return (batch for file in manifest.files for batch in _batches(dataset / file.name, manifest))
+
+
+def _of_session(batch: pa.RecordBatch, columns: Sequence[str], session_id: str) -> NDArray[np.bool_]:
+    """Return [rows] True where one of the columns names the session."""
+    found = np.zeros(len(batch), bool)
+    for name in columns:
+        found |= np.array([value == session_id for value in batch[name].to_pylist()], bool)
+    return found
 
 
 def verify(dataset: Path) -> DatasetManifest:

@@ -32,6 +32,7 @@ from turnlog.schemas.events import (
     Purpose,
     RolloutRequested,
     SampleBatchFormed,
+    SegmentSample,
     SessionStarted,
     TurnTreeAssembled,
 )
@@ -93,6 +94,8 @@ class DatasetInput:
                 if self.progress is not None:
                     self.progress(self.passed, self.total)
                 await asyncio.sleep(0)  # lets Ctrl-C interrupt even if no poll has to wait
+            if self._is_erased(event):
+                continue
             self.provenance.runs.add(event.run_id)
             stands = event if self.placed is None else self.placed(event)
             if stands is not None:
@@ -100,6 +103,14 @@ class DatasetInput:
         self.passed = began + self.ends[place] - reading.read[place][0]
         if self.progress is not None:
             self.progress(self.passed, self.total)
+
+    def _is_erased(self, event: Event) -> bool:
+        """Return whether the event belongs to a session that was erased; its samples are counted as removed."""
+        keys = self.role.events.keys
+        if keys is None or not keys.is_erased(getattr(event, "session_id", "")):
+            return False
+        self.provenance.removed["erased"] += isinstance(event, SegmentSample)
+        return True
 
     async def inline_payloads(self, event: E, where: str) -> E:
         """Return the event with its payloads. Raises MissingContent, which names the object and the record."""

@@ -282,6 +282,16 @@ class DatasetWriter:
             if self._bytes >= BATCH_BYTES or len(self._rows) >= BATCH_ROWS:
                 self._flush()
 
+    def add_batch(self, batch: pa.RecordBatch) -> None:
+        """Add rows that another dataset of the same view holds. Raises Unwritable."""
+        self._flush()
+        is_rl = "token_ids" in batch.schema.names
+        self.tokens += len(batch["token_ids"].flatten()) if is_rl else int(batch["tokens"].to_numpy().sum())
+        self.trained_tokens += int(batch["trained_tokens"].to_numpy().sum()) if is_rl else 0
+        self.rows += len(batch)
+        self._finish_write()
+        self._writing = self._thread.submit(self._write, batch)
+
     def close(self, provenance: Provenance) -> DatasetManifest:
         """Complete the dataset and move it to OUT. Raises Unwritable, DatasetExists (another writer was faster)."""
         try:

@@ -8,7 +8,7 @@ IndexFailure
 ├── LaterIndex      a newer turnlog wrote it: its tables may have another meaning
 ├── OtherIndex      it belongs to another run
 ├── BusyIndex       another process is writing it
-├── IndexBehind     the topics no longer hold records that it has not read yet
+├── IndexBehind     neither the topics nor an archive hold records that it has not read yet
 ├── DamagedIndex    SQLite finds it corrupt
 ├── IndexFull       its disk is full: indexing resumes where it stopped once there is room
 ├── RecordGone      a record that a row names is neither on its topic nor in the archive
@@ -44,7 +44,7 @@ class BusyIndex(IndexFailure):
 
 
 class IndexBehind(IndexFailure):
-    """Remedy: run `turnlog log index build --from archive`, then continue from the topics."""
+    """Remedy: restore the archive, run `turnlog log index build --from archive`, then continue from the topics."""
 
 
 class DamagedIndex(IndexFailure):

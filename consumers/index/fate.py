@@ -35,7 +35,8 @@ from turnlog.processors.core.messages import Dialogues
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.core.turns import TurnKey, TurnTokenDelta, key_of
 from turnlog.processors.core.views.progress import recorded_version
-from turnlog.schemas.events import Event, MaskReason, SegmentSample, TokenSnapshot, TurnCompleted
+from turnlog.schemas.content import is_erased
+from turnlog.schemas.events import Event, MaskReason, SegmentSample, SessionErased, TokenSnapshot, TurnCompleted
 from turnlog.schemas.types import float32s, int32s
 
 POLL_RECORDS = 100
@@ -101,7 +102,7 @@ async def events_at(role: Role, places: Iterable[int]) -> dict[int, Event]:
             archive = await ArchiveLog.open(role.blobs, archive_name(role.settings))
         except NoArchive as error:
             raise RecordGone(f"{_first_position(pruned)} is pruned from its topic: {error}") from error
-        found |= await _read(archive, archive.events(writer=role.instance), pruned)
+        found |= await _read(archive, archive.events(writer=role.instance, keys=role.events.keys), pruned)
     return {place: await inlined(event, role.blobs) for place, event in found.items()}
 
 
@@ -142,6 +143,7 @@ class _FoldedSession:
         self.samples: list[tuple[int, SegmentSample]] = []
         self.dialogues: Dialogues | None = Dialogues() if rules.cutting.needs_messages else None
         self.spine = ControlStreamFold(rules.version)
+        self.erasures: dict[str, SessionErased] = {}
 
     def take(self, place: int, event: Event) -> None:
         """Fold a record. Records of one topic must come in offset order; those that the fold rejects stay rejected."""
@@ -152,11 +154,13 @@ class _FoldedSession:
                     self.records.add_snapshot(standing(place)[1], event)
                 case TurnCompleted():
                     self.records.add_turn(event)
-                    if self.dialogues is not None:
+                    if self.dialogues is not None and not is_erased(event.response):
                         self.dialogues.add(event)
                 case SegmentSample():
                     self.samples.append((place, event))
                 case _:
+                    if isinstance(event, SessionErased) and event.turns:
+                        self.erasures.setdefault(event.session_id, event)
                     self.spine.fold(standing(place)[1], event)
 
     def session(self) -> SessionFoldState | None:
@@ -168,7 +172,7 @@ class _FoldedSession:
         session = self.session()
         if self.view.tree is None or session is None or not session.settled:
             return None
-        return assemble(session, self.records, self.rules, self.dialogues)
+        return assemble(session, self.records, self.rules, self.dialogues, self.erasures)
 
 
 async def session_events(role: Role, view: SessionView) -> dict[int, Event]:
@@ -247,6 +251,8 @@ def _of_turn(
         return MaskReason.unused.value
     if place > end:
         return MaskReason.late.value
+    if view.row.excluded == MaskReason.erased.value:
+        return MaskReason.erased.value
     if score["status"] != "trained":
         return MaskReason.discarded_group.value
     if tree is None or view.row.fate == "not_member":
@@ -408,6 +414,8 @@ def _spine(view: SessionView, event: Row) -> str:
             return f"reward {row.reward} by {row.verifier}"
         case "RewardFailed":
             return f"{row.verifier} could not judge: {row.verifier_failure}"
+        case "SessionErased":
+            return f"its content was erased by {row.erased_by}"
     return {"SessionAdopted": "another gateway took over"}.get(event["kind"], "")
 
 

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
+import orjson
 from prometheus_client import Counter
 
 from turnlog import __version__
@@ -28,19 +31,20 @@ from turnlog.consumers.index.reader import path_of
 from turnlog.consumers.index.rows import IndexRows, Values, as_json, origin_row
 from turnlog.consumers.index.schema import SCHEMA_VERSION, place_of, standing
 from turnlog.consumers.replay.source import recorded_run
-from turnlog.infra.archive import ArchiveLog
+from turnlog.infra.archive import ArchiveLog, NoArchive, archive_name
 from turnlog.infra.log import Partition, Reader, Record
 from turnlog.infra.roles.loop import repeat
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role
-from turnlog.infra.roles.runs import load_configuration
+from turnlog.infra.roles.runs import Configured, load_configuration
 from turnlog.infra.run_folder import lock_file
+from turnlog.infra.session_keys import SessionKeys
 from turnlog.processors.core.books import counting_steps
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.spine import ControlStreamFold
 from turnlog.processors.core.fold.unit import DEFECTS, RefusedRecord, check_place
 from turnlog.processors.core.fold_versions import FoldVersion, fold_version
-from turnlog.schemas import UndecodableRecord, UnknownSchemaId
+from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import (
     BatchSkipped,
@@ -48,12 +52,14 @@ from turnlog.schemas.events import (
     RewardAssigned,
     RewardFailed,
     SampleBatchFormed,
+    SessionErased,
     SessionFinished,
     SessionStarted,
 )
 from turnlog.schemas.topics import SESSIONS
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 READ_S, WRITE_S = (STAGE_S.labels("index", stage) for stage in ("read", "write"))
 INDEXED = Counter("turnlog_indexed_records", "Records in the index")
 POLL_RECORDS = 2000
@@ -72,6 +78,8 @@ class _Group:
     """Session -> time of its effective start."""
     finished: dict[str, int] = field(default_factory=dict)
     judged: dict[str, RewardAssigned | RewardFailed] = field(default_factory=dict)
+    erased: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Session -> time of its erasure, and who erased it."""
 
     def fold(self, offset: int, time_ms: int, event: Event) -> None:
         """Fold a record. A record that the assembler would dead-letter counts as rejected."""
@@ -87,6 +95,8 @@ class _Group:
                 self.finished.setdefault(event.session_id, time_ms)
             case RewardAssigned() | RewardFailed() if session.verdict is not None:
                 self.judged.setdefault(event.session_id, event)
+            case SessionErased():
+                self.erased.setdefault(event.session_id, (time_ms, event.by))
 
 
 class IndexWriter:
@@ -134,6 +144,19 @@ class IndexWriter:
         self._groups.clear()
         if self.sql.in_transaction:
             self.sql.execute("ROLLBACK")
+
+    def note_erased(self, sessions: Set[str]) -> None:
+        """Store which sessions are erased, so that nothing more of them is indexed. Raises _HoldsErased if the file has
+        rows of one that was not when they were written."""
+        found = self.sql.execute("SELECT value FROM about WHERE name = 'erased'").fetchone()
+        before = orjson.loads(found[0]) if found else []
+        if new := sorted(sessions - set(before)):
+            held = self.sql.execute(
+                "SELECT count(*) FROM sessions WHERE session_id IN (SELECT value FROM json_each(?))", (as_json(new),)
+            )
+            if held.fetchone()[0]:
+                raise _HoldsErased(f"{self._path} holds texts of sessions that were erased: {', '.join(new)}")
+            self.about(erased=as_json(sorted(sessions)))
 
     def about(self, **values: object) -> None:
         """Store facts about the file in table `about`."""
@@ -270,7 +293,7 @@ def _session_row(group: _Group, name: str) -> Values:
         verdict = parts, f"{judged.verifier.name}/{judged.verifier.version}", failure
     return (
         name, group.group_id, *task, len(session.epochs), group.started.get(name, 0), group.finished.get(name), *ended,
-        session.settled, session.reward, *verdict,
+        session.settled, session.reward, *verdict, *group.erased.get(name, (None, None)),
     )  # fmt: skip
 
 
@@ -291,7 +314,7 @@ def _put(table: schema.Table, width: int) -> str:
     )
 
 
-PUT_SESSION = _put(schema.SESSIONS, 23)
+PUT_SESSION = _put(schema.SESSIONS, 25)
 PUT_ORIGIN = f"INSERT OR IGNORE INTO origins VALUES ({', '.join('?' * len(schema.ORIGINS.columns))})"
 PUT_GROUP = _put(schema.GROUPS, 8)
 MENTION_SESSION = "INSERT OR IGNORE INTO sessions (session_id, group_id, started_ms, settled) VALUES (?, ?, 0, 0)"
@@ -362,13 +385,31 @@ def opened_writer(
 
     Raises BusyIndex, LaterIndex, OtherIndex, DamagedIndex, IndexFull, UnknownFoldVersion.
     """
+    with _write_lock(path), _connected_writer(path, run_id, version, codec, rules) as writer:
+        yield writer
+
+
+@contextlib.contextmanager
+def _write_lock(path: Path) -> Iterator[None]:
+    """Be the only writer of the index at `path`. Raises BusyIndex."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    busy = BusyIndex(f"{path} is being written by another indexer")
-    with lock_file(Path(f"{path}.lock"), busy), contextlib.closing(_connection(path, run_id)) as connection:
+    with lock_file(Path(f"{path}.lock"), BusyIndex(f"{path} is being written by another indexer")):
+        yield
+
+
+@contextlib.contextmanager
+def _connected_writer(path: Path, run_id: str, version: str, codec: Codec, rules: FlagRules) -> Iterator[IndexWriter]:
+    """See opened_writer; the lock is held already."""
+    with contextlib.closing(_connection(path, run_id)) as connection:
         writer = IndexWriter(path, connection, codec, fold_version(version), rules)
         writer.about(fold_version=version, turnlog=__version__)
         writer.about(detectors=as_json(rules.names), flagged_above=rules.above)
         yield writer
+
+
+def _remove(path: Path) -> None:
+    for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
+        name.unlink(missing_ok=True)
 
 
 def _connection(path: Path, run_id: str) -> sqlite3.Connection:
@@ -381,8 +422,7 @@ def _connection(path: Path, run_id: str) -> sqlite3.Connection:
                 _check_run(connection, path, run_id)  # never delete another run's index, or a file that is no index
                 log.warning("%s has the tables of an earlier release: rebuilding it", path)
                 connection.close()
-                for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
-                    name.unlink(missing_ok=True)
+                _remove(path)
                 connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
                 unusable.callback(connection.close)
             _prepare(connection, path, run_id)
@@ -429,6 +469,10 @@ def _found_version(connection: sqlite3.Connection, path: Path) -> int:
     return int(found)
 
 
+class _HoldsErased(Exception):
+    """The index holds texts of sessions that were erased since."""
+
+
 class Indexer:
     """Reader of topics, or of an archive, into an index file."""
 
@@ -439,9 +483,15 @@ class Indexer:
         self._reader = reader
         self._at: dict[Partition, int] = {}
         self._ends: dict[Partition, int] = {}
+        self._noted: frozenset[str] = frozenset()
+        """Erased sessions of which the writer was told."""
 
     async def open(self) -> None:
-        """Position the reader after the records that are indexed. Raises IndexBehind, OtherIndex."""
+        """Position the reader after the records that are indexed. Raises IndexBehind, OtherIndex, LogUnavailable, and
+        _HoldsErased."""
+        if self._role.events.keys is not None:  # rows of earlier records are decoded without asking the log
+            await self._role.events.keys.refresh()
+            self._note_erased(self._role.events.keys)
         known = await self._role.log.topics()
         places = [
             Partition(t.name, n) for t in schema.NUMBERED if t.name in known for n in range(known[t.name].partitions)
@@ -466,7 +516,12 @@ class Indexer:
 
     async def turn(self) -> int:
         """Write one poll of records into the file, and return their number. Raises DamagedIndex, IndexFull, LogError,
-        RegistryUnavailable."""
+        RegistryUnavailable, and _HoldsErased."""
+        keys = self._role.events.keys
+        if keys is not None:
+            if keys.is_due:
+                await keys.refresh()
+            self._note_erased(keys)  # whoever refreshed them: each record of a new session does
         records = await self._reader.poll(max_records=self._poll_records, timeout_s=0.5)
         rows, events = IndexRows(), list[tuple[Record, Event]]()
         if records:
@@ -481,22 +536,21 @@ class Indexer:
             INDEXED.inc(len(records))
         return len(records)
 
+    def _note_erased(self, keys: SessionKeys) -> None:
+        if (erased := keys.erased) != self._noted:
+            self.writer.note_erased(erased)
+            self._noted = erased
+
     async def _read(self, records: list[Record], rows: IndexRows, events: list[tuple[Record, Event]]) -> None:
         for record in records:
             try:
-                event = await self._decode_record(record)
+                event = await self._role.events.decode_fast(record)
                 check_place(record, event, self._role.settings.run.id)
             except (UndecodableRecord, RefusedRecord) as refusal:
                 rows.pass_over(record, refusal)
                 continue
             rows.take(record, event)
             events.append((record, event))
-
-    async def _decode_record(self, record: Record) -> Event:
-        try:
-            return self._role.events.codec.decode(record.value)
-        except UnknownSchemaId:
-            return await self._role.events.decode(record)
 
     async def catch_up(self) -> int:
         """Read up to the end offsets at the time of `open`, and return the number of records."""
@@ -512,7 +566,17 @@ async def indexing(
     role: Role, path: Path, version: str, rules: FlagRules = NO_FLAGS, *, poll_records: int = POLL_RECORDS
 ) -> AsyncIterator[Indexer]:
     """Open an indexer that reads a role's log into a file. Raises what `opened_writer` and `Indexer.open` raise."""
-    with opened_writer(path, role.settings.run.id, version, role.events.codec, rules) as writer:
+    with _write_lock(path):
+        async with _indexing(role, path, version, rules, poll_records=poll_records) as indexer:
+            yield indexer
+
+
+@contextlib.asynccontextmanager
+async def _indexing(
+    role: Role, path: Path, version: str, rules: FlagRules, *, poll_records: int = POLL_RECORDS
+) -> AsyncIterator[Indexer]:
+    """See indexing; the lock is held already."""
+    with _connected_writer(path, role.settings.run.id, version, role.events.codec, rules) as writer:
         async with role.log.reader(patient=True) as reader:
             indexer = Indexer(role, writer, reader, poll_records=poll_records)
             await indexer.open()
@@ -525,14 +589,46 @@ async def main(role: Role) -> None:
     run = await load_configuration(role)
     if run is None:
         return
-    rules = FlagRules.of(role.settings, run)
-    async with indexing(role, path_of(role.settings), run.fold_version, rules) as indexer:
-        await repeat(role, indexer.turn)
+    await _index(role, path_of(role.settings), run, lambda indexer: repeat(role, indexer.turn))
 
 
 async def build(role: Role, path: Path) -> int:
     """Read up to the present end of the log, and return the number of records. Raises NothingToReplay, and what `main`
     raises."""
-    run = await recorded_run(role)
-    async with indexing(role, path, run.fold_version, FlagRules.of(role.settings, run)) as indexer:
-        return await indexer.catch_up()
+    return await _index(role, path, await recorded_run(role), lambda indexer: indexer.catch_up())
+
+
+async def _index(role: Role, path: Path, run: Configured, work: Callable[[Indexer], Awaitable[Result]]) -> Result:
+    """Do `work` with an indexer, and begin again with an empty file when a session of it was erased. Deleting its rows
+    would leave texts in free pages and in the search. What the topics lack is read from the archive first. Raises what
+    `main` raises."""
+    rules, source, archived = FlagRules.of(role.settings, run), role, False
+    with _write_lock(path):  # all the time, so that no other indexer gets the file between two attempts
+        while True:
+            try:
+                async with _indexing(source, path, run.fold_version, rules) as indexer:
+                    if source is role:
+                        return await work(indexer)
+                    await indexer.catch_up()
+                source, archived = role, True
+            except _HoldsErased as erased:
+                log.warning("%s: building it anew", erased)
+                _remove(path)
+                source, archived = role, False
+            except IndexBehind:
+                archive = await _archive_role(role)
+                if archived or source is not role or archive is None:
+                    raise
+                log.warning("%s: reading the archive first, because the topics are pruned", path)
+                source = archive
+
+
+async def _archive_role(role: Role) -> Role | None:
+    """Return a reader of the run's archive; None without one, or if the role reads it already."""
+    if isinstance(role.log, ArchiveLog):
+        return None
+    try:
+        archive = await ArchiveLog.open(role.blobs, archive_name(role.settings))
+    except NoArchive:
+        return None
+    return dataclasses.replace(role, log=archive, events=archive.events(writer=role.instance, keys=role.events.keys))

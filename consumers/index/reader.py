@@ -88,6 +88,8 @@ class SessionRow:
     components: str | None
     verifier: str | None
     verifier_failure: str | None
+    erased_ms: int | None
+    erased_by: str | None
     turns: int
     calls: int
     failed_calls: int
@@ -237,6 +239,12 @@ class Index:
         found = self._sql.execute("SELECT topic, partition, position FROM positions")
         positions = {Partition(topic, number): position for topic, number, position in found}
         return AsOf(about["run_id"], int(about.get("written_ms", 0)), positions)
+
+    @property
+    def erased(self) -> frozenset[str]:
+        """Sessions of which the index holds no text, because they were erased."""
+        found = self._sql.execute("SELECT value FROM about WHERE name = 'erased'").fetchone()
+        return frozenset(orjson.loads(found[0]) if found else ())
 
     def rows(self, sql: str, *values: object) -> list[Row]:
         """Run one of turnlog's own SQL statements, and return its rows."""

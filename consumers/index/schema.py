@@ -14,7 +14,7 @@ from turnlog.infra.log import Partition
 from turnlog.schemas import topics
 from turnlog.schemas.topics import Topic
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """Schema version in the file (PRAGMA user_version). Any change of a table needs a new version, and indexes are then
 rebuilt."""
 
@@ -467,6 +467,8 @@ SESSIONS = Table(
         components TEXT JSON: parts of the reward.
         verifier TEXT name/version
         verifier_failure TEXT Why it could not judge.
+        erased_ms INTEGER Time at which its content was erased; null if it was not.
+        erased_by TEXT Who erased it.
         turns INTEGER Recorded.
         calls INTEGER Tool calls.
         failed_calls INTEGER Of them, those that did not end ok.

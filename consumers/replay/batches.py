@@ -8,6 +8,7 @@ batches follow the rules.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -15,7 +16,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from turnlog.infra.batch_files import CorruptBatch, build_batch_file, read_rows
+from turnlog.infra.batch_files import CorruptBatch, build_batch_file, open_rows
 from turnlog.infra.blobs import BlobError, inlined
 from turnlog.infra.history import caught_up, events
 from turnlog.infra.log import Log, Partition, Reader, Record
@@ -32,6 +33,7 @@ from turnlog.processors.core.batches.draws import (
 from turnlog.processors.core.batches.rows import ROWS_VERSIONS, rows_sha256
 from turnlog.processors.core.views.progress import HeldVersion, recorded_version
 from turnlog.schemas import UndecodableRecord
+from turnlog.schemas.content import holds_erased
 from turnlog.schemas.events import BatchSample, GroupScored, SampleBatchFormed, SegmentSample
 from turnlog.schemas.topics import BATCHES, SAMPLES
 
@@ -140,18 +142,34 @@ async def batch_difference(
         return f"{where}: sample {missing.sample_id} is not at {place}, where the manifest says"
     held = recorded_version(manifest.trainer_version, manifest.lags)
     again = reform_batch(manifest.samples, samples, held, rules)
+    if any(holds_erased(placed.sample) for placed in samples.values()):
+        again = _with_recorded_prefixes(manifest, again)
     if difference := _manifest_difference(manifest, again):
         return f"{where}: {difference}"
     if manifest.rows_version not in ROWS_VERSIONS:
         return f"{where}: its rows have version {manifest.rows_version}, which this release does not support"
+    erased = {name for name, placed in samples.items() if holds_erased(placed.sample)}
     sha256 = rows_sha256(again.rows, manifest.rows_version)
-    if sha256 != manifest.rows_sha256:
+    if sha256 != manifest.rows_sha256 and not erased:
         return f"{where}: the rows hash to {sha256[:16]}, the manifest says {manifest.rows_sha256[:16]}"
     try:
-        trained = rows_sha256(read_rows(await role.blobs.get(manifest.file)), manifest.rows_version)
+        rows = open_rows(await role.blobs.get(manifest.file), role.events.keys).rows
     except (BlobError, CorruptBatch) as error:
         return f"{where}: its file cannot be read: {error}"
-    return None if trained == manifest.rows_sha256 else f"{where}: the rows of the file differ from the manifest"
+    # What was erased has the token 0 on both sides, so that the other rows are compared as before.
+    trained = rows_sha256(rows, manifest.rows_version)
+    return None if trained == sha256 else f"{where}: the rows of the file differ from the manifest"
+
+
+def _with_recorded_prefixes(manifest: SampleBatchFormed, again: FormedBatch) -> FormedBatch:
+    """Return the batch with the shared prefixes of the manifest, since those of erased tokens are unknown."""
+    if len(again.samples) != len(manifest.samples):
+        return again
+    samples = tuple(
+        dataclasses.replace(row, parent_row=told.parent_row, shared_tokens=told.shared_tokens)
+        for row, told in zip(again.samples, manifest.samples, strict=True)
+    )
+    return dataclasses.replace(again, samples=samples)
 
 
 def _manifest_difference(manifest: SampleBatchFormed, again: FormedBatch) -> str | None:

@@ -33,6 +33,7 @@ from turnlog.consumers.replay.source import (
     Skips,
     SkipsFound,
     Until,
+    erased_sessions,
     fresh,
     moment,
     places,
@@ -47,10 +48,12 @@ from turnlog.consumers.replay.verify import (
     replay_key,
 )
 from turnlog.infra.archive import ArchiveLog, Cut
+from turnlog.infra.history import recorded_erasures
 from turnlog.infra.log import Log, Partition
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured
 from turnlog.processors.core.batches.draws import DrawRules, PlacedSample, ReadableGroup
+from turnlog.processors.core.fold_versions import SPINE
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import Event, GroupScored, SegmentSample
@@ -112,7 +115,7 @@ class Spool:
     def __init__(self, path: Path, codec: Codec, *, length: int = 0) -> None:
         """Open the file and truncate it to `length` bytes."""
         self.path = path
-        self._codec = codec
+        self.codec = codec
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         os.truncate(path, length)
@@ -127,7 +130,7 @@ class Spool:
     def append(self, events: Sequence[Event]) -> int:
         """Append one group and return the position where it begins."""
         at = self._file.tell()
-        values = [self._codec.encode(event) for event in events]
+        values = [self.codec.encode(event) for event in events]
         self._file.write(LENGTH.pack(len(values)))
         for value in values:
             self._file.write(LENGTH.pack(len(value)))
@@ -158,7 +161,7 @@ class Spool:
             events = []
             for _ in range(count):
                 (size,) = LENGTH.unpack(file.read(LENGTH.size))
-                events.append(self._codec.decode(file.read(size)))
+                events.append(self.codec.decode(file.read(size)))
             self._read_end = file.tell()
         return events
 
@@ -205,7 +208,8 @@ class Refold:
             fold_version=self.changes.fold_version or recorded.fold_version,
         )  # fmt: skip
         rules, draw_rules = now.rules(), now.draw_rules()
-        question = replay_key(self.role, self.until, now) | {"refold": True}
+        erased = await erased_sessions(self.role)
+        question = replay_key(self.role, self.until, now, erased) | {"refold": True}
         if self.verdicts is not None:
             question |= {
                 "verdicts": self.verdicts.key(),
@@ -242,12 +246,13 @@ class Refold:
             return
         skips: Skips = frozenset((topic, offset) for topic, offset in kept.get("skips", ()))
         unit_state = UnitState.from_json(kept["state"]) if kept else await fresh(self.role, cut)
+        run_id = self.role.settings.run.id
+        erasures = await recorded_erasures(self.role.log, self.role.events, Partition(SPINE, unit), run_id)
         while True:
             placed = None if self.verdicts is None else self.verdicts.substitute_event
-            inputs = Inputs(self.role, rules, unit, skips, placed)
-            work = _UnitRefold(
-                unit, self.role.log, inputs, unit_state, HistoryFold(unit_state, rules), spool, state, progress
-            )
+            inputs = Inputs(self.role, rules, unit, skips, placed, erasures)
+            fold = HistoryFold(unit_state, rules, erasures=erasures)
+            work = _UnitRefold(unit, self.role.log, inputs, unit_state, fold, spool, state, progress)
             try:
                 await work.run(cut, until)
                 break
@@ -371,7 +376,11 @@ class _UnitRefold:
     def _take(self, outputs: Sequence[Event]) -> int:
         """Write a group to the spool, and return the tokens of its samples. Samples and score come out of the fold
         together."""
-        group = [event for event in outputs if isinstance(event, SegmentSample | GroupScored)]
+        group = [
+            event
+            for event in outputs
+            if isinstance(event, SegmentSample | GroupScored) and not self.spool.codec.is_erased(event)
+        ]
         if group:
             if not isinstance(group[-1], GroupScored):
                 raise BrokenFold(f"unit {self.unit}: samples without their score")

@@ -19,10 +19,10 @@ import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from operator import itemgetter
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 from turnlog.consumers.replay.unit import UnitState
 from turnlog.infra.archive import ArchiveLog, Cut, live_cut
@@ -33,12 +33,13 @@ from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured, nothing_recorded, recorded_configuration
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core.errors import FoldError
+from turnlog.processors.core.fold.erasure import Erasures
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold.settlement import with_figures
 from turnlog.processors.core.fold.unit import DEFECTS, LowWaterMarks, UnitFold, payloads_read
 from turnlog.processors.core.fold_versions import INPUTS, OUTPUTS
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.schemas import UndecodableRecord, UnknownSchemaId, topics
+from turnlog.schemas import UndecodableRecord, topics
 from turnlog.schemas.events import Event, SkipRequested, StepCompleted
 from turnlog.schemas.types import BlobRef
 
@@ -225,6 +226,14 @@ async def recorded_run(role: Role) -> Configured:
     return found
 
 
+async def erased_sessions(role: Role) -> frozenset[str]:
+    """Return the sessions of the run that are erased by now. Raises LogUnavailable."""
+    if role.events.keys is None:
+        return frozenset()
+    await role.events.keys.refresh()
+    return role.events.keys.erased
+
+
 async def cut_of(role: Role, unit: int, *, patience_s: float = PATIENCE_S) -> Cut:
     """Return how far a partition is folded and where the outputs of that part end. Waits for a live assembler that is
     still catching up. Raises NothingToReplay, HistoryPruned."""
@@ -263,10 +272,12 @@ class Inputs:
 
     def __init__(
         self, role: Role, rules: FoldRules, unit: int, skips: Skips = frozenset(), placed: Placed | None = None,
-        *, messages: bool = False,
+        erasures: Erasures = MappingProxyType({}), *, messages: bool = False,
     ) -> None:  # fmt: skip
-        """`placed` replaces an event by another, for this fold alone. `messages`: also fetch the messages of turns, for
-        a reader that needs them although the fold does not."""
+        """`placed` replaces an event by another, for this fold alone. `erasures` are the sessions of the partition
+        whose content was erased. `messages`: also fetch the messages of turns, for a reader that needs them although
+        the fold does not."""
+        self.erasures = erasures
         self._placed = placed
         self._role = role
         self._rules = rules
@@ -280,12 +291,8 @@ class Inputs:
         RegistryUnavailable."""
         if self.skips and (record.topic, record.offset) in self.skips:
             return None
-        events = self._role.events
         try:
-            try:
-                event = events.codec.decode(record.value)
-            except UnknownSchemaId:
-                event = await events.decode(record)
+            event = await self._role.events.decode_fast(record)
         except UndecodableRecord:
             return None
         if event.run_id != self._role.settings.run.id:
@@ -309,33 +316,35 @@ class Inputs:
         fold.pass_over(record)
         return outputs
 
-    async def one_group(self, group_id: str, cut: Cut) -> list[Event]:
-        """Return every output of one group, folded alone, to explain a difference."""
-        starts = await self._role.log.start_offsets([Partition(topic, self._unit) for topic in INPUTS])
-        ends = {place: cut.high[place.topic] for place in starts}
-        group: GroupFold | None = None
-        outputs: list[Event] = []
+    async def fold_group(self, group: LoneGroup, ends: Mapping[Partition, int]) -> None:
+        """Fold the records of a group below `ends`, a map of all inputs of the partition. Raises SkipsFound and
+        BrokenFold as `fold` does."""
+        starts = await self._role.log.start_offsets(list(ends))
         async with Merge(self._role.log, starts, ends) as merge:
             while chunk := await merge.chunk():
                 for record in chunk:
-                    event = await self.event(record) if record.key == group_id.encode() else None
+                    wanted = record.key == group.group_id.encode() and not (group.fold and group.fold.complete)
+                    event = await self.event(record) if wanted else None
                     if event is None:
                         continue
-                    group = group or GroupFold(group_id, event.floor, self._rules)
+                    fold = group.fold or GroupFold(group.group_id, event.floor, self._rules, self.erasures)
+                    group.fold = fold
                     try:
-                        outputs += group.apply(record.topic, record.offset, event)
+                        group.outputs += with_figures(fold.apply(record.topic, record.offset, event))
                     except FoldError as refusal:
-                        outputs += refusal.outputs
-        return list(with_figures(outputs))
+                        group.outputs += with_figures(refusal.outputs)
+                    except DEFECTS as defect:
+                        await self._look_for_skips(record, defect)
 
     async def _look_for_skips(self, record: Record, defect: Exception) -> None:
         where = f"{record.topic}[{record.partition}]@{record.offset}"
-        found = await self._read_skips()
+        found = await self.read_skips()
         if (record.topic, record.offset) in found - self.skips:
             raise SkipsFound(found) from defect
         raise BrokenFold(f"the fold stops at {where}: {type(defect).__name__}: {defect}") from defect
 
-    async def _read_skips(self) -> Skips:
+    async def read_skips(self) -> Skips:
+        """Return the records of the partition that an operator asked to skip."""
         spine = Partition(topics.SESSIONS.name, self._unit)
         end = await self._role.log.end_offsets([spine])
         found: set[tuple[str, int]] = set()
@@ -346,6 +355,16 @@ class Inputs:
                     if isinstance(event, SkipRequested) and event.partition == self._unit:
                         found.add((event.topic, event.offset))
         return frozenset(found)
+
+
+@dataclass(slots=True)
+class LoneGroup:
+    """A group that is folded alone."""
+
+    group_id: str
+    fold: GroupFold | None = None
+    """State of the group; None before its first record."""
+    outputs: list[Event] = field(default_factory=list)
 
 
 class SkipsFound(Exception):

@@ -12,12 +12,14 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from turnlog.infra.blobs import payload_fields
 from turnlog.infra.log import Record
+from turnlog.processors.core.fold.erasure import Erasures
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold.unit import Done, InputRecord, LowWaterMarks, Taken, UnitFold
 from turnlog.processors.core.methods.rules import FoldRules
@@ -220,9 +222,17 @@ class UnitState:
 class HistoryFold(UnitFold):
     """The fold of a partition without commits: its outputs count as written as soon as they are produced."""
 
-    def __init__(self, state: UnitState, rules: FoldRules, group_fold: type[GroupFold] = GroupFold) -> None:
+    def __init__(
+        self,
+        state: UnitState,
+        rules: FoldRules,
+        group_fold: type[GroupFold] = GroupFold,
+        erasures: Erasures = MappingProxyType({}),
+    ) -> None:
+        """`erasures` are the sessions of the partition whose content was erased."""
+
         def factory(group_id: str, floor: int) -> GroupFold:
-            return group_fold(group_id, floor, rules)
+            return group_fold(group_id, floor, rules, erasures)
 
         super().__init__(state.marks, state.done, factory, run_id=rules.run_id, horizon_records=rules.horizon_records)
 
@@ -259,7 +269,7 @@ class OutputMatcher:
     def match_output(self, output: Event) -> Suspect | None:
         """Match a fold output with its record. Return both if their bytes differ."""
         state = self.state
-        value = self._codec.encode(as_written(output))
+        value = encode_output(self._codec, output)
         state.counts.folded_tokens += tokens_of(output)
         theirs = state.emitted.pop(output.event_id, None)
         if theirs is None:
@@ -332,7 +342,13 @@ def tokens_of(output: Event) -> int:
 def digest_of(codec: Codec, event: Event) -> bytes:
     """Return the hash of the record value as the assembler would write it: payloads above the inline limit are
     references."""
-    return _digest(codec.encode(as_written(event)))
+    return _digest(encode_output(codec, event))
+
+
+def encode_output(codec: Codec, event: Event) -> bytes:
+    """Return the value of an output's record. Content that stands for erased content is not encrypted, since its key is
+    gone: such a value is compared after decoding."""
+    return codec.encode(as_written(event), sealed=not codec.is_erased(event))
 
 
 def as_written(event: Event) -> Event:

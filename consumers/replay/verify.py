@@ -8,7 +8,7 @@ dataset instead (refold.py).
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +18,15 @@ from turnlog.consumers.replay.batches import Samples, batch_difference, sample_p
 from turnlog.consumers.replay.progress import ProgressReceiver, ReplayState
 from turnlog.consumers.replay.source import (
     POLL_RECORDS,
+    BrokenFold,
     Inputs,
+    LoneGroup,
     Merge,
     Skips,
     SkipsFound,
     Until,
     cut_of,
+    erased_sessions,
     fresh,
     moment,
     places,
@@ -40,13 +43,15 @@ from turnlog.consumers.replay.unit import (
     first_difference,
 )
 from turnlog.infra.archive import ArchiveLog, Cut
-from turnlog.infra.blobs import inlined
+from turnlog.infra.blobs import BlobMissing, inlined
+from turnlog.infra.history import recorded_erasures
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured
 from turnlog.processors.core.batches.draws import DrawRules
+from turnlog.processors.core.fold.erasure import Erasures
 from turnlog.processors.core.fold.group import GroupFold
-from turnlog.processors.core.fold_versions import OUTPUTS
+from turnlog.processors.core.fold_versions import OUTPUTS, SPINE
 from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import SampleBatchFormed
 from turnlog.schemas.topics import BATCHES
@@ -111,7 +116,8 @@ async def run(
     """Replay the run that `role` reads. `folder` stores the state that a killed replay resumes from; without it,
     nothing is stored. Raises ReplayError, LogError, BlobError, RegistryError."""
     found = await recorded_run(role)
-    state = ReplayState(folder, replay_key(role, until, found), every_s=save_every_s)
+    question_key = replay_key(role, until, found, await erased_sessions(role))
+    state = ReplayState(folder, question_key, every_s=save_every_s)
     state.load(fresh=fresh)
     cuts = await cuts_of(role, state)
     limit = None if until is None else await moment(role, until)
@@ -135,8 +141,9 @@ async def run(
     return verdict
 
 
-def replay_key(role: Role, until: str | None, configured: Configured) -> dict[str, Any]:
-    """Return the values that must match for the stored state of a killed replay to be used."""
+def replay_key(role: Role, until: str | None, configured: Configured, erased: Iterable[str]) -> dict[str, Any]:
+    """Return the values that must match for the stored state of a killed replay to be used. `erased` are the sessions
+    that were erased before it began: others give other values from then on."""
     source = role.log.index.root if isinstance(role.log, ArchiveLog) else f"topics {role.settings.kafka.prefix}"
     return {
         "run": role.settings.run.id,
@@ -145,6 +152,7 @@ def replay_key(role: Role, until: str | None, configured: Configured) -> dict[st
         "settings": configured.settings_sha256,
         "fold": configured.fold_version,
         "units": role.settings.kafka.groups,
+        "erased": sorted(erased),
     }
 
 
@@ -193,32 +201,44 @@ def cheap_collections() -> Iterator[None]:
 
 async def verify_unit(question: ReplayContext, unit: int) -> tuple[str | None, dict[str, int]]:
     """Fold one partition and compare it with its outputs: return the first difference, and what was compared if there
-    is none. Start again without the records that an operator asked to skip, once the fold stops at one. Raises
-    ReplayError, LogError, BlobError, RegistryUnavailable."""
+    is none. Start again without the records that an operator asked to skip, once the fold stops at one, and with the
+    present erasures, if a session was erased meanwhile. Raises ReplayError, LogError, BlobError,
+    RegistryUnavailable."""
     kept: dict[str, Any] = question.state.sections.get("unit") or {}
     skips: Skips = frozenset()
     state: UnitState | None = None
     if kept.get("number") == unit:
         skips = frozenset((topic, offset) for topic, offset in kept["skips"])
         state = UnitState.from_json(kept["state"])
+    role = question.role
     while True:
-        begun = state or await fresh(question.role, question.cuts[unit])
+        erased = await erased_sessions(role)
+        erasures = await recorded_erasures(role.log, role.events, Partition(SPINE, unit), role.settings.run.id)
+        if erasures:  # the fold may not stop any more at a record whose content was erased
+            skips |= await Inputs(role, question.configured.rules(), unit).read_skips()
+        begun = state or await fresh(role, question.cuts[unit])
         try:
-            return await _Verifier(question, unit, skips, begun).run()
-        except SkipsFound as found:
-            skips, state = found.skips, None
+            found = await _Verifier(question, unit, skips, begun, erasures).run()
+            if found[0] is None or await erased_sessions(role) == erased:
+                return found
+        except SkipsFound as requested:
+            skips = requested.skips
+        except (BrokenFold, BlobMissing):
+            if await erased_sessions(role) == erased:
+                raise
+        state = None
 
 
 class _Verifier:
-    def __init__(self, question: ReplayContext, unit: int, skips: Skips, state: UnitState) -> None:
+    def __init__(self, question: ReplayContext, unit: int, skips: Skips, state: UnitState, erasures: Erasures) -> None:
         self._question = question
         self._unit = unit
         self._state = state
         self._cut = question.cuts[unit]
         role = question.role
         rules = question.configured.rules()
-        self._inputs = Inputs(role, rules, unit, skips)
-        self._fold = HistoryFold(state, rules, question.group_fold)
+        self._inputs = Inputs(role, rules, unit, skips, erasures=erasures)
+        self._fold = HistoryFold(state, rules, question.group_fold, erasures)
         held = question.memory.held_bytes
         self._difference = OutputMatcher(state, role.events.codec, role.settings.run.id, held_bytes=held)
         self._since = 0
@@ -301,8 +321,9 @@ class _Verifier:
         if digest_of(codec, emitted) == suspect.folded.value.digest:
             self._difference.same(suspect.folded)
             return None
-        outputs = await self._inputs.one_group(suspect.folded.group_id, self._cut)
-        folded = next((each for each in outputs if each.event_id == suspect.event_id), None)
+        group = LoneGroup(suspect.folded.group_id)
+        await self._inputs.fold_group(group, places(self._unit, self._cut.high))
+        folded = next((each for each in group.outputs if each.event_id == suspect.event_id), None)
         if folded is None:
             return f"{where}: {suspect.folded.about} differs, and the fold of its group alone does not give it"
         return f"{where}: {suspect.folded.about} differs: {first_difference(emitted, folded)}"
@@ -387,7 +408,10 @@ async def _verify_batch(
     if any(row.offset >= ends.get(row.partition, 0) for row in manifest.samples):
         result.batches_later += 1
         return None
-    found = await samples.read_samples(sample_positions(manifest.samples))
-    divergence = await batch_difference(role, manifest, found, rules)
+    rows = sample_positions(manifest.samples)
+    divergence = await batch_difference(role, manifest, await samples.read_samples(rows), rules)
+    if divergence is not None and role.events.keys is not None:  # was a session erased between samples and file?
+        await role.events.keys.refresh()
+        divergence = await batch_difference(role, manifest, await samples.read_samples(rows), rules)
     result.batches_compared += divergence is None
     return divergence

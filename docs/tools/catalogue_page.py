@@ -18,7 +18,8 @@ HEAD = """\
 
 Avro records, namespace `turnlog.v1`, in the Confluent wire format: byte 0, 4-byte big-endian schema id, Avro body. The
 registry's subject is the record's short name (`TurnCompleted`). Arrays of numbers are `bytes`, packed little-endian;
-`logicalType` names the packing. No topic is compacted, nothing expires. This page is generated (`make docs`);
+`logicalType` names the packing. Nothing expires, and only `session-keys` is compacted. Runs with `[erasure]` encrypt
+what sessions say and see ([erasure.md](erasure.md)). This page is generated (`make docs`);
 [attach.md](attach.md) says how to read without turnlog.
 
 | topic | key | partitions | records |

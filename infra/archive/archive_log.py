@@ -27,9 +27,11 @@ from turnlog.infra.log import (
     TopicSpec,
     Transactor,
 )
+from turnlog.infra.session_keys import SessionKeys
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.canonical import canonical_text
 from turnlog.schemas.codec import Codec
+from turnlog.schemas.content import sealable, sealed_schema
 from turnlog.schemas.events import ALL
 
 MADE_UP_IDS = 1 << 31
@@ -53,10 +55,12 @@ class ArchiveLog:
             raise NoArchive(f"{index.root} is not in the store: check [archive] name, [run] id and [store]")
         return cls(index, await index.schemas())
 
-    def events(self, *, writer: str) -> EventLog:
-        """Return an event log that decodes the archive's records without a registry."""
+    def events(self, *, writer: str, keys: SessionKeys | None = None) -> EventLog:
+        """Return an event log that decodes the archive's records without a registry. With `keys`, which read the log of
+        the cluster, it also decodes encrypted content."""
         registry = ArchiveRegistry(self.schemas)
-        return EventLog(self, registry, Codec(registry.ids()), writer)
+        sealed = {} if keys is None else registry.sealed_ids()
+        return EventLog(self, registry, Codec(registry.ids(), sealed_ids=sealed, cipher=keys), writer, keys=keys)
 
     async def close(self) -> None:
         """Do nothing: the store belongs to the caller of `open`."""
@@ -247,6 +251,11 @@ class ArchiveRegistry:
     def ids(self) -> dict[str, int]:
         """Return record name -> archived id of its present schema, or a made-up id if that was not archived."""
         return {name: self._by_text.get(_text(stored_schema(name)), MADE_UP_IDS + at) for at, name in enumerate(ALL)}
+
+    def sealed_ids(self) -> dict[str, int]:
+        """Return record name -> archived id of its schema with encrypted content, or a made-up id."""
+        names, first = sealable(ALL), MADE_UP_IDS + len(ALL)
+        return {name: self._by_text.get(_text(sealed_schema(name)), first + at) for at, name in enumerate(names)}
 
     async def register(self, subject: str, schema: Mapping[str, Any]) -> int:
         """See Registry, but nothing is registered. Raises ReadOnlyArchive if the schema is not archived."""

@@ -19,7 +19,9 @@ from turnlog.infra.redaction.redactor import Redactor
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.log_lines import instance_of
 from turnlog.infra.run_folder import resolve_endpoints
+from turnlog.infra.session_keys import MasterKeys, SessionKeys
 from turnlog.schemas import LaterKind
+from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import Event
 from turnlog.schemas.topics import CATALOGUE
 from turnlog.settings import Settings
@@ -87,10 +89,11 @@ async def open_role(
     log, too.
 
     With `archive`, the log is the archive in the object store: neither Kafka nor a registry is needed, nothing can be
-    written, and NoArchive is raised if there is none."""
+    written, and NoArchive is raised if there is none. Only if the run encrypts content, the keys of sessions are read
+    from Kafka, because they are never archived."""
     from turnlog.infra.s3 import S3Blobs  # clients of real servers are imported where they are opened
 
-    if not (archive and settings.store.endpoint):
+    if not (archive and settings.store.endpoint) or settings.erasure.master_keys:
         settings = resolve_endpoints(settings)
     instance = instance_of(name)
     async with AsyncExitStack() as stack:
@@ -111,15 +114,31 @@ async def _live(
     stack.push_async_callback(kafka.close)
     registry = HttpRegistry(settings.registry)
     stack.push_async_callback(registry.close)
-    return kafka, await stack.enter_async_context(
-        EventLog.open(kafka, registry, writer=instance, blobs=blobs, redactor=Redactor.of(settings))
+    opened = EventLog.open(
+        kafka, registry, writer=instance, blobs=blobs, keys=session_keys(settings), redactor=Redactor.of(settings)
     )
+    return kafka, await stack.enter_async_context(opened)
 
 
 async def _open_archive(
-    _: AsyncExitStack, settings: Settings, blobs: Blobs, name: str, instance: str
+    stack: AsyncExitStack, settings: Settings, blobs: Blobs, name: str, instance: str
 ) -> tuple[Log, EventLog]:
     from turnlog.infra.archive import ArchiveLog, archive_name
 
-    log = await ArchiveLog.open(blobs, archive_name(settings))
-    return log, log.events(writer=instance)
+    log, keys = await ArchiveLog.open(blobs, archive_name(settings)), session_keys(settings)
+    if keys is not None:
+        from turnlog.infra.kafka import KafkaLog
+        from turnlog.infra.registry import HttpRegistry
+
+        kafka, registry = KafkaLog.of(settings.kafka, role=name), HttpRegistry(settings.registry)
+        stack.push_async_callback(kafka.close)
+        stack.push_async_callback(registry.close)
+        stack.push_async_callback(keys.close)
+        keys.attach(EventLog(kafka, registry, Codec({}), instance))
+    return log, log.events(writer=instance, keys=keys)
+
+
+def session_keys(settings: Settings) -> SessionKeys | None:
+    """Return the keys of the run's sessions, or None if its settings do not encrypt content."""
+    configured = settings.erasure.master_keys
+    return SessionKeys(MasterKeys(configured), settings.run.id) if configured else None

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
@@ -46,6 +47,7 @@ from turnlog.processors.core.methods.rules import FoldRules, fold_rules, recorde
 from turnlog.schemas import OtherRegistry, UndecodableRecord, ids, topics
 from turnlog.schemas.events import Event, RunConfigured, RunParent, RunPlanned
 from turnlog.settings import (
+    ERASURE,
     AssemblerSettings,
     BatcherSettings,
     FoldSettings,
@@ -60,6 +62,8 @@ PLACE = Partition(topics.RUNS.name, 0)
 POLL_S = 0.5
 PARENT_FILE = "parent.json"
 """File in the directory of a run created by `turnlog run fork`: the parent that its RunConfigured records."""
+WITHOUT_CONTENT = frozenset({"archive", "lag", "loader", "views"})
+"""Roles that decode no content of sessions, and so need no master key."""
 OUTLIVES = frozenset({"alerts", "archive", "index", "trace", "track", "views"})
 """Roles that still have work when the run is closed: they copy or show its last records, too."""
 
@@ -448,6 +452,27 @@ def _same_run(found: RunConfigured, role: Role) -> None:
             f"{found.run_id!r} to continue that run, or set another [kafka] prefix to have a run of your own"
         )
     fold_version(found.fold_version)
+    _check_encryption(found, role)
+
+
+def _check_encryption(found: RunConfigured, role: Role) -> None:
+    """Raise OtherSettings if the run encrypts content and this role would not, or the other way round."""
+    encrypts, configured = is_encrypted(found), bool(role.settings.erasure.master_keys)
+    if encrypts and not configured and role.name not in WITHOUT_CONTENT:
+        raise OtherSettings(
+            f"run {found.run_id!r} encrypts the content of its sessions, and [erasure] master_keys is empty here: name "
+            "the file with the run's master keys by TURNLOG_ERASURE_MASTER_KEYS_FILE"
+        )
+    if configured and not encrypts:
+        raise OtherSettings(
+            f"[erasure] master_keys is set, but run {found.run_id!r} was configured without it, and so it has sessions "
+            "that cannot be erased: unset it, or start another run"
+        )
+
+
+def is_encrypted(found: RunConfigured) -> bool:
+    """Return whether the run encrypts the content of its sessions."""
+    return ERASURE in json.loads(found.settings)
 
 
 async def _first(role: Role, *, wait: bool = False) -> RunConfigured | None:

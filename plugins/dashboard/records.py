@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import numpy as np
 import orjson
 import pyarrow as pa
-import pyarrow.parquet as parquet
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
@@ -27,11 +26,13 @@ from turnlog.consumers.event_json import as_json
 from turnlog.consumers.index import fate
 from turnlog.consumers.index.reader import Index, SessionView, where_of
 from turnlog.consumers.index.schema import NUMBER, OFFSET_BITS, PARTITION_BITS, place_of, standing
+from turnlog.infra.batch_files import read_tokens
 from turnlog.infra.blobs import BlobMissing
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.roles.role import Role
 from turnlog.plugins.dashboard import Unknown, require_found
 from turnlog.plugins.dashboard.harmless import visible
+from turnlog.schemas.content import ContentCipher
 from turnlog.schemas.events import SessionStarted, StepCompleted
 
 T = TypeVar("T")
@@ -235,14 +236,18 @@ async def _figures(role: Role, view: SessionView, notes: list[str]) -> dict[str,
         except BlobMissing as error:
             notes.append(f"what step {event.step} made of its tokens is not in the store: {error}")
             continue
-        found |= await asyncio.to_thread(_columns, content, steps[place])
+        if role.events.keys is not None:
+            await role.events.keys.refresh()
+        found |= await asyncio.to_thread(_columns, content, steps[place], role.events.keys)
     return found
 
 
-def _columns(content: bytes, samples: Iterable[str]) -> dict[str, dict[str, NDArray[np.float32]]]:
+def _columns(
+    content: bytes, samples: Iterable[str], cipher: ContentCipher | None
+) -> dict[str, dict[str, NDArray[np.float32]]]:
     """Return the columns of a token file by sample and position."""
     wanted = list(samples)
-    table = parquet.read_table(pa.BufferReader(content), filters=[("sample_id", "in", wanted)])
+    table = read_tokens(content, wanted, cipher)
     names = np.array(table["sample_id"].cast(pa.string()).to_pylist(), dtype=object)
     at = table["position"].to_numpy()
     found = {}

@@ -124,9 +124,10 @@ class Traces:
     """Folds records into spans, in rounds. A round reads every partition to the end that it had when the round began.
     Therefore, if round N read a record, everything that was written before it has been read by the end of round N+1."""
 
-    def __init__(self, ratio: float) -> None:
-        """`ratio`: share of traces that are kept."""
+    def __init__(self, ratio: float, *, content: bool = True) -> None:
+        """`ratio`: share of traces that are kept. `content`: whether spans may hold what a session said."""
         self._ratio = ratio
+        self._content = content
         self._round = 0
         self._sessions: dict[str, _Session] = {}
         self._told: dict[str, None] = {}
@@ -158,7 +159,7 @@ class Traces:
             if session.started is None and session.round < self._round:
                 del self._sessions[name]
             elif session.started and session.finished and session.finished[2] < self._round and session.is_whole():
-                found += _tree(session)
+                found += _tree(session, content=self._content)
                 del self._sessions[name]
                 self._told[name] = None
         while len(self._told) > REMEMBERED:
@@ -329,9 +330,9 @@ def _calls(event: TurnCompleted) -> list[str]:
     return [call["id"] for call in orjson.loads(event.response).get("tool_calls") or ()]
 
 
-def _tree(session: _Session) -> Iterator[TraceSpan]:
+def _tree(session: _Session, *, content: bool) -> Iterator[TraceSpan]:
     """Yield the spans of a finished session: the turns that its end names, and the tool calls that were answered before
-    its end."""
+    its end. The reason of its end is content."""
     assert session.started is not None
     assert session.finished is not None
     (began_ms, started), (at_ms, finished, _) = session.started, session.finished
@@ -344,7 +345,7 @@ def _tree(session: _Session) -> Iterator[TraceSpan]:
          "turnlog.group": started.group_id, "turnlog.rollout": started.rollout_id, "turnlog.attempt": started.attempt,
          "turnlog.purpose": started.purpose.value, "turnlog.outcome": finished.outcome.value,
          "rl.environment.name": started.recipe, **_versions(turns.values())},
-        "" if finished.outcome in WELL else finished.reason or finished.outcome.value,
+        "" if finished.outcome in WELL else (content and finished.reason) or finished.outcome.value,
     )  # fmt: skip
     for spans in turns.values():
         yield from spans

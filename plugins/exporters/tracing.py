@@ -122,7 +122,9 @@ class Tracer:
         self._batch = batch
         self._role, self._reader, self._exporter, self._transactor = role, reader, exporter, transactor
         self._group = ConsumerGroup.TRACE.format(run=role.settings.run.id)
-        self._traces = Traces(role.settings.trace.ratio)
+        self._traces = Traces(
+            role.settings.trace.ratio, content=role.events.keys is None or role.settings.trace.content
+        )
         self._places: list[Partition] = []
         self._marked: dict[Partition, Commit] = {}
         self.exported = 0

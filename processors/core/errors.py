@@ -152,6 +152,10 @@ class FoldDefect(Exception):
     """A bug in turnlog or in a plugin: the partition task stops and names the record."""
 
 
+class ContentErased(FoldDefect):
+    """The content that the fold needs was erased, and the log does not say what the fold had derived from it."""
+
+
 class BooksDoNotBalance(FoldDefect):
     """Some output token was counted twice or not at all."""
 

@@ -194,12 +194,12 @@ def refused_tokens(event: TokenSnapshot, offset: int) -> RefusedTokens:
     return RefusedTokens(offset, sampled_tokens(event))
 
 
-def tokens(event: TokenSnapshot, offset: int, parent: TurnTokenDelta | None) -> TurnTokenDelta:
+def tokens(event: TokenSnapshot, offset: int, parent: TurnTokenDelta | None, *, erased: bool = False) -> TurnTokenDelta:
     """Check a snapshot against itself and its storage parent, and return its tokens.
 
-    `parent` holds the tokens of event.parent_turn, as found among the snapshots before this one. Raises a SnapshotError
-    that names session, turn, numbers and remedy; raises PayloadNotFetched for a BlobRef. Costs O(new tokens) if the
-    prompt extends the parent.
+    `parent` holds the tokens of event.parent_turn, as found among the snapshots before this one. If the content of the
+    session was `erased`, the hash of the prompt is not checked. Raises a SnapshotError that names session, turn,
+    numbers and remedy; raises PayloadNotFetched for a BlobRef. Costs O(new tokens) if the prompt extends the parent.
     """
     delta = _ids(event, "delta_ids", event.delta_ids)
     output = _ids(event, "output_ids", event.output_ids)
@@ -219,7 +219,7 @@ def tokens(event: TokenSnapshot, offset: int, parent: TurnTokenDelta | None) -> 
         hashed_base = parent.hashed if base_len == parent.length else parent.hash_prefix(base_len)
     hashed = hashed_base.copy()
     hashed.update(event.delta_ids)  # type: ignore[arg-type] # bytes, or `_ids` would have raised
-    if (found := hashed.hexdigest()) != event.prompt_sha256:
+    if (found := hashed.hexdigest()) != event.prompt_sha256 and not erased:
         raise PromptHashMismatch(
             event.session_id, event.turn,
             f"the prompt of {base_len} + {len(delta)} tokens hashes to {found[:16]}..., the record says "

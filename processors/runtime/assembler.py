@@ -108,6 +108,7 @@ def assembler_plan(run: Configured, settings: AssemblerSettings) -> AssemblerPla
         run_id=run.run_id,
         fold=run.name,
         factory=lambda group_id, floor: GroupFold(group_id, floor, rules),
+        with_erasures=lambda erasures: lambda group_id, floor: GroupFold(group_id, floor, rules, erasures),
         messages=rules.needs_messages,
         horizon_records=rules.horizon_records,
         commit_interval_s=settings.commit_interval_s,
@@ -177,12 +178,16 @@ class AssemblerRunner:
 
     async def _stop_or_skip(self, unit: FoldPartitionTask, failure: UnitFailed) -> None:
         """Stop the partition task; if an operator requested to skip the record, fold again from its marks without
-        it.
+        it. Fold again, too, if a session was erased since it was opened.
         """
         await unit.close()
         skips = await requested_skips(self._log, self._events, self._plan.run_id, unit.number, unit.start[SPINE])
         if (failure.topic, failure.offset) in skips:
             log.warning("unit %d: skipping on request: %s", unit.number, failure)
+            await self._open(unit.number, skips)
+            return
+        if await unit.is_outdated(failure):
+            log.warning("unit %d: folding again, since a session was erased: %s", unit.number, failure)
             await self._open(unit.number, skips)
             return
         log.error("unit %d stopped at %s", unit.number, failure, exc_info=failure.__cause__)

@@ -177,6 +177,31 @@ class Batcher:
             else:
                 self._starts.pop(event.group_id, None)
 
+    def _build(self, batch: FormedBatch) -> tuple[bytes, str]:
+        """Return the batch's file and the hash of its rows. Raises SessionIsErased if a session was erased meanwhile:
+        a restarted batcher drops its samples."""
+        keys = self._role.events.keys
+        if keys is None:
+            return self._seal(batch, self._rules.weighting)
+        return build_batch_file(batch, self._rules.weighting, cipher=keys)
+
+    async def _without_erased(self, groups: Sequence[ReadableGroup]) -> list[ReadableGroup]:
+        """Return the groups with the samples of erased sessions marked, which the draw drops."""
+        keys = self._role.events.keys
+        if keys is None:
+            return list(groups)
+        await keys.refresh()
+        return [
+            dataclasses.replace(
+                group,
+                samples=tuple(
+                    dataclasses.replace(placed, erased=keys.is_erased(placed.sample.session_id))
+                    for placed in group.samples
+                ),
+            )
+            for group in groups
+        ]
+
     def _may_form(self) -> bool:
         settings, progress = self._role.settings, self.progress
         return (
@@ -189,7 +214,7 @@ class Batcher:
 
     async def _form(self) -> None:
         held = self.progress.held_at_next_draw({version for group in self._ready for version in group.versions})
-        groups = self._take_groups(held)
+        groups = await self._without_erased(self._take_groups(held))
         for group in groups:
             self._starts.pop(group.score.group_id, None)
         # Rows of a large rollout batch take seconds of arithmetic: keep the heartbeats of the clients alive.
@@ -250,7 +275,7 @@ class Batcher:
         fallen = set(groups) - {name for batch in draw.batches for name in batch.groups}
         manifests: list[Event] = []
         for part, batch in enumerate(draw.batches):
-            content, sha256 = await asyncio.to_thread(self._seal, batch, self._rules.weighting)
+            content, sha256 = await asyncio.to_thread(self._build, batch)
             file = await self._role.blobs.put(content, media_type=MEDIA_TYPE)
             manifest = self._manifest(
                 batch, file, sha256, held.number, first + part, part, len(draw.batches), positions

@@ -19,12 +19,14 @@ from prometheus_client import Counter, Gauge, Summary
 
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnavailable, externalize_payloads, inlined
 from turnlog.infra.event_log import EventLog, dead_letter, passed_over, where
-from turnlog.infra.history import read_range
+from turnlog.infra.history import read_range, recorded_erasures
 from turnlog.infra.log import Commit, Log, Partition, Record, Transactor, check_commits, own_ends
 from turnlog.infra.registry import RegistryUnavailable
 from turnlog.infra.roles.health import count_tokens
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.names import RECORD_HEADER, ConsumerGroup, TransactionalId
+from turnlog.processors.core.errors import ContentErased
+from turnlog.processors.core.fold.erasure import Erasures
 from turnlog.processors.core.fold.settlement import PASS
 from turnlog.processors.core.fold.unit import (
     DEFECTS,
@@ -42,7 +44,7 @@ from turnlog.processors.core.fold.unit import (
 )
 from turnlog.processors.core.fold_versions import INPUTS, SPINE, outputs_of, score_record, scores_topic
 from turnlog.processors.runtime.watch import GroupWatch
-from turnlog.schemas import LaterKind, UndecodableRecord, UnknownSchemaId
+from turnlog.schemas import LaterKind, NotHeldYet, UndecodableRecord
 from turnlog.schemas.events import Event, GroupScored, TurnTreeAssembled
 from turnlog.schemas.topics import TOPIC_OF, TREES
 from turnlog.schemas.types import BlobRef
@@ -76,7 +78,7 @@ async def decode_records(
     for record in records:
         try:
             found.append(events.codec.decode(record.value))
-        except UnknownSchemaId:  # needs a request to the registry; records of cached ids never wait
+        except NotHeldYet:  # needs a request to the registry or the log; records of what is held never wait
             found.append(await _decode_record(record, events, pauses_s))
         except LaterKind as later:
             passed_over(record, later)
@@ -127,6 +129,8 @@ class AssemblerPlan:
     run_id: str
     fold: FoldName
     factory: FoldFactory
+    with_erasures: Callable[[Erasures], FoldFactory] | None = None
+    """Returns a factory of folds that know sessions whose content was erased."""
     messages: bool = False
     """Whether the trajectory rule needs the messages of turns."""
     horizon_records: int = 20_000
@@ -164,6 +168,8 @@ class Restored:
     output_ends: dict[str, int]
     commits: dict[Partition, Commit]
     """The current commits."""
+    erased: frozenset[str]
+    """Sessions of the run whose erasure the fold knows, if they are of this partition."""
 
 
 async def restore(log: Log, events: EventLog, plan: AssemblerPlan, unit: int) -> Restored:
@@ -190,8 +196,20 @@ async def restore(log: Log, events: EventLog, plan: AssemblerPlan, unit: int) ->
                 f"{name.topic}[{unit}] ends at {ends[name]}, but {marks.high[name.topic]} records of it were folded"
             )
     done = await _read_done(log, events, plan, marks, {name: ends[name] for name in outputs}, unit)
-    fold = UnitFold(marks, done, plan.factory, run_id=plan.run_id, horizon_records=plan.horizon_records)
-    return Restored(fold, {name.topic: ends[name] for name in outputs}, commits)
+    erased = await erased_sessions(events)  # first, since SessionErased precedes the end of the key
+    erasures = await recorded_erasures(log, events, Partition(SPINE, unit), plan.run_id)
+    factory = plan.with_erasures(erasures) if erasures and plan.with_erasures is not None else plan.factory
+    fold = UnitFold(marks, done, factory, run_id=plan.run_id, horizon_records=plan.horizon_records)
+    return Restored(fold, {name.topic: ends[name] for name in outputs}, commits, erased)
+
+
+async def erased_sessions(events: EventLog) -> frozenset[str]:
+    """Return the sessions of the run whose keys are erased by now; none if the run does not encrypt content. Raises
+    LogUnavailable, RegistryUnavailable."""
+    if events.keys is None:
+        return frozenset()
+    await events.keys.refresh()
+    return events.keys.erased
 
 
 async def _read_done(
@@ -292,6 +310,7 @@ class FoldPartitionTask:
         self._fold: UnitFold
         self._output_ends: dict[str, int]
         self._commits: Mapping[Partition, Commit]
+        self._erased: frozenset[str] = frozenset()
         self._start: dict[str, int] = {}
         self.opened = False
 
@@ -301,6 +320,7 @@ class FoldPartitionTask:
         self._transactor = await self._stack.enter_async_context(self._log.transactor(transactional_id))
         restored = await restore(self._log, self._events, self._plan, self.number)
         self._fold, self._output_ends, self._commits = restored.fold, restored.output_ends, restored.commits
+        self._erased = restored.erased
         self._start = dict(self.position)
         self.opened = True
 
@@ -326,6 +346,13 @@ class FoldPartitionTask:
     def state(self) -> dict[str, object]:
         """Return a comparable value of every open group."""
         return {group: found.fold.key() for group, found in self._fold.low_water.open.items()}
+
+    async def is_outdated(self, failure: UnitFailed) -> bool:
+        """Whether content or a payload may be missing because a session was erased since `open`: opened again, the fold
+        knows of the erasure. Raises LogUnavailable, RegistryUnavailable."""
+        if not isinstance(failure.__cause__, ContentErased | BlobMissing):
+            return False
+        return await erased_sessions(self._events) != self._erased
 
     async def step(self, records: Sequence[Record]) -> None:
         """Fold records of this partition and commit if outputs are due or the interval has passed.

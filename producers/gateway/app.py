@@ -62,6 +62,7 @@ from turnlog.producers.gateway.engines import EnginePool, Sampler, follow, side_
 from turnlog.producers.gateway.errors import (
     ERRORS,
     AgentsToken,
+    ErasedSession,
     GatewayError,
     GroupTooSmall,
     ImagesNotServed,
@@ -97,6 +98,7 @@ from turnlog.producers.gateway.requests import (
 from turnlog.producers.gateway.sessions import GatewaySession, Identity, Running, SessionLimits, Sessions
 from turnlog.producers.gateway.template_features import Findings, findings, probe_template
 from turnlog.producers.gateway.turns import Turns
+from turnlog.schemas import SessionIsErased
 from turnlog.schemas.events.sessions import SessionFinished
 from turnlog.schemas.events.tasks import Purpose, Sampling
 from turnlog.schemas.json_depth import more_than
@@ -114,6 +116,8 @@ ANTHROPIC = "anthropic-version"
 REFUSAL = OpenAIChat().refusal
 """Error format of requests that belong to no API adapter, such as those about sessions."""
 JUDGES = Counter("turnlog_gateway_turns_by_judges", "Requests for turns with the judge's token instead of the agent's")
+ANSWERED = (GatewayError, LogError, SessionIsErased)
+"""Errors that become the answer to a request."""
 NOT_SERVED = (
     "{} is not served. Agents speak OpenAI's chat completions (/v1/chat/completions) or responses (/v1/responses), or "
     "Anthropic's messages (/v1/messages); Google's API, which Gemini CLI speaks, is not: use another client, "
@@ -341,7 +345,7 @@ class Gateway:
                 return await self.turns.planner.prompt_tokens(session, asked, claims)
 
             return await endpoint.answer(NonTurnRequest(request, session, prompt_tokens))
-        except (GatewayError, LogError) as error:
+        except ANSWERED as error:
             return _error_response(error, dialect.refusal)
 
     async def _begin_turn(
@@ -542,7 +546,7 @@ def front(gateway: Gateway) -> ASGIApp:
             return
         try:
             response = await gateway.turn(dialect, Request(scope, receive))
-        except (GatewayError, LogError) as error:
+        except ANSWERED as error:
             response = _error_response(error, dialect.refusal)
         except ClientDisconnect:
             return
@@ -555,7 +559,7 @@ def build(gateway: Gateway) -> Starlette:
     """Return the Starlette application with all endpoints."""
 
     async def handle_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, GatewayError | LogError)
+        assert isinstance(error, ANSWERED)
         return _error_response(error, AnthropicMessages.refusal if ANTHROPIC in request.headers else REFUSAL)
 
     async def pass_on(request: Request, other: Exception) -> Response:
@@ -597,8 +601,7 @@ def build(gateway: Gateway) -> Starlette:
             *application(gateway.role.health).routes,
         ],
         exception_handlers={
-            GatewayError: handle_error,
-            LogError: handle_error,
+            **dict.fromkeys(ANSWERED, handle_error),
             OwnedElsewhere: pass_on,
             ClientDisconnect: handle_disconnect,
             HTTPException: unknown,
@@ -660,9 +663,13 @@ async def serving(gateway: Gateway, listener: socket.socket) -> AsyncIterator[No
         await gateway.sessions.drain()
 
 
-def _error_response(error: GatewayError | LogError, body: Callable[[GatewayError], bytes] = REFUSAL) -> Response:
+def _error_response(
+    error: GatewayError | LogError | SessionIsErased, body: Callable[[GatewayError], bytes] = REFUSAL
+) -> Response:
     if isinstance(error, LogError):
         error = NotRecorded(f"the log could not be read or written: {error}")
+    elif isinstance(error, SessionIsErased):
+        error = ErasedSession(str(error))
     ERRORS.labels(error.code).inc()
     headers = {name.decode(): value.decode() for name, value in retry_headers(error)}
     return Response(body(error), error.status, headers, media_type="application/json")

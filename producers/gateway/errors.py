@@ -25,6 +25,7 @@ GatewayError
 ├── TurnsSpent            400 the session has used the turns that it was opened for
 ├── KeyReused             409 an Idempotency-Key was sent again with another body
 ├── WebSocketNotServed    426 turns are requested by POST
+├── ErasedSession         410 the session was erased: nothing is written for it any more
 ├── EpochLost             409 another gateway owns the session and cannot be reached
 ├── EngineFailed          502 the engine refused, or returned something that cannot be recorded
 ├── NoEngine              503 no engine may serve this turn in time
@@ -198,6 +199,12 @@ class SessionEnded(GatewayError):
     """A finished session takes no further turn. The status is not 409, because clients retry that."""
 
     status, type, code = 400, "invalid_request_error", "session_finished"
+
+
+class ErasedSession(GatewayError):
+    """An operator has erased the session (`turnlog erase`)."""
+
+    status, type, code = 410, "invalid_request_error", "session_erased"
 
 
 class TurnsSpent(GatewayError):

@@ -20,7 +20,7 @@ from turnlog.processors.core.experts import MEDIA_TYPE, pack_experts
 from turnlog.producers.gateway.conversation import RecordedTurn, TurnAnswer, extend_hash
 from turnlog.producers.gateway.dialects.dialect import TurnRequest
 from turnlog.producers.gateway.engines import SECONDS, Draft, Sampler, WeightRequirement
-from turnlog.producers.gateway.errors import GatewayError, NotRecorded, TurnsSpent
+from turnlog.producers.gateway.errors import ErasedSession, GatewayError, NotRecorded, TurnsSpent
 from turnlog.producers.gateway.expert_rows import TurnRows
 from turnlog.producers.gateway.images import by_reference
 from turnlog.producers.gateway.messages import id_of_call, response_of, system_digest
@@ -30,6 +30,7 @@ from turnlog.producers.gateway.prompts import Prompts, TextStream
 from turnlog.producers.gateway.redaction import RequestRedactor, withhold_output, withhold_prompt
 from turnlog.producers.gateway.requests import Claims
 from turnlog.producers.gateway.sessions import GatewaySession, Running
+from turnlog.schemas import SessionIsErased
 from turnlog.schemas.events.turns import CUT_OFF, ExpertsLayout, FinishReason, TokenSnapshot, TurnCompleted
 from turnlog.schemas.ids import turn_event_id
 from turnlog.schemas.types import BlobRef, TurnId, float32s, pack_float32s, pack_int32s
@@ -286,7 +287,7 @@ class Turns:
         self, admitted: AdmittedTurn, draft: Draft, running: Running, experts: TurnRows | None
     ) -> RecordedTurn:
         """Store blobs, write both records, and add the turn to the conversation once both are acknowledged. Raises
-        NotRecorded."""
+        NotRecorded, ErasedSession."""
         told, sampled = self._parse_output(admitted, draft), draft
         admitted, draft, said = self._redact(admitted, draft, told)
         session, request, plan = admitted.session, admitted.request.recorded, admitted.plan
@@ -296,10 +297,14 @@ class Turns:
                 gone, now = running.gone.is_set(), asyncio.get_running_loop().time()
                 completed, snapshot, turn = build_records(admitted, draft, said, stored, gone=gone, now=now)
                 records = [self._with_counts(completed), snapshot]
+                for event in records:
+                    self.events.check_not_erased(event)
                 kept = [await externalize_payloads(event, self.blobs) for event in records]
                 await asyncio.gather(*[await self.events.submit(event) for event in kept])
             except (LogError, BlobError) as error:
                 raise NotRecorded(f"the turn could not be recorded: {error}") from error
+            except SessionIsErased as error:
+                raise ErasedSession(str(error)) from error
         running.parts = told.parts
         if admitted.redacted:
             turn.answer_told = TurnAnswer(

@@ -112,7 +112,9 @@ class _Counted(Entry):
         Entry.note_end(self, sent)
         REQUESTS.labels(self.reason or "passed").inc()
         if self.reason in (Reason.rule, Reason.private_address, Reason.token):
-            log.warning("refused (%s): %s %s of call %s", self.reason, self.method, self.url, self.call_id or "unknown")
+            log.warning(
+                "refused (%s): %s %s of call %s", self.reason, self.method, self.host, self.call_id or "unknown"
+            )
 
 
 class _TransientRequests(Requests):

@@ -305,7 +305,7 @@ class Proxy:
         except RequestRefused as refused:
             entry.reason = refused.reason
         except TimeoutError:
-            _log.debug("tunnel to %s ended: idle", entry.url)
+            _log.debug("tunnel to %s ended: idle", entry.host)
         finally:
             await anyio.aclose_forcefully(far)
 

@@ -166,6 +166,11 @@ class Entry:
     response_bytes: int = 0
     duration_s: float | None = None
 
+    @property
+    def host(self) -> str:
+        """Host and port of the URL, for log lines: path and query are content of the session."""
+        return self.url.partition("://")[2].partition("/")[0] or self.url
+
     def note_refusal(self, refused: RequestRefused) -> None:
         """Note that the request was refused before any part of an answer was sent."""
         self.status, self.source, self.reason = refused.status, EgressSource.refused, refused.reason

@@ -5,40 +5,41 @@ schemas/avro."""
 # isort: off
 from turnlog.schemas.events.batches import (
     BatchSample, BatchSkipped, DroppedSample, SampleBatchFormed, SourcePosition, StepCompleted, Weighting)  # fmt: skip
-from turnlog.schemas.events.catalogue import ALL, UNWRITTEN, Event
+from turnlog.schemas.events.catalogue import ALL, OF_SEALED_RUNS, UNWRITTEN, Event
+from turnlog.schemas.events.keys import SessionKeyCreated, SessionKeyErased
 from turnlog.schemas.events.runs import (
     AccessAudited, DeadLetter, RoleFailed, RunConfigured, RunParent, RunPlace, RunPlanned)  # fmt: skip
 from turnlog.schemas.events.samples import (
-    ExpertRows, GroupEmitted, GroupScored, GroupStatus, MaskReason, PlayerScore, RoleScore, RolloutScore,
-    SampleScored, SampleSpan, SegmentSample, TreeBooks, TreeLineage, TreeNode, TreeSegment,
-    TurnTreeAssembled)  # fmt: skip
+    ExpertRows, GroupEmitted, GroupScored, GroupStatus, MaskReason, PlayerScore, RoleScore, RolloutScore, SampleScored,
+    SampleSpan, SegmentSample, TreeBooks, TreeLineage, TreeNode, TreeSegment, TurnTreeAssembled)  # fmt: skip
 from turnlog.schemas.events.sessions import (
-    Agent, Environment, Expects, GroupClosed, Outcome, RewardAssigned, RewardFailed, SessionAdopted,
-    SessionFinished, SessionStarted, SkipRequested, StepRewardAssigned, Verifier)  # fmt: skip
+    Agent, Environment, ErasedLineage, ErasedTurn, Expects, GroupClosed, Outcome, RewardAssigned, RewardFailed,
+    SessionAdopted, SessionErased, SessionFinished, SessionStarted, SkipRequested, StepRewardAssigned, Verifier,
+)  # fmt: skip
 from turnlog.schemas.events.tasks import GroupRequested, Limits, Purpose, RolloutRequested, Sampling
 from turnlog.schemas.events.tenants import TenantCommandCompleted, TenantCommandReceived, TenantStateSaved
 from turnlog.schemas.events.tools import (
-    EgressRequest, EgressSource, SandboxLimits, SandboxSpec, ToolCallCancelled, ToolCallCompleted,
-    ToolCallRequested, ToolCallStarted, ToolStatus)  # fmt: skip
+    EgressRequest, EgressSource, SandboxLimits, SandboxSpec, ToolCallCancelled, ToolCallCompleted, ToolCallRequested,
+    ToolCallStarted, ToolStatus)  # fmt: skip
 from turnlog.schemas.events.turns import (
     Boundary, ExpertsLayout, FinishReason, ImageRef, TokenSnapshot, TurnCompleted, VersionSpan,
     sampled_tokens)  # fmt: skip
 from turnlog.schemas.events.weights import (
-    EngineDraining, EngineGone, EngineRegistered, EngineRequested, EngineWeightsAwaited,
-    EngineWeightsLoaded, EngineWeightsRefused, WeightFile, WeightTransferBegun, WeightVersionPublished)  # fmt: skip
+    EngineDraining, EngineGone, EngineRegistered, EngineRequested, EngineWeightsAwaited, EngineWeightsLoaded,
+    EngineWeightsRefused, WeightFile, WeightTransferBegun, WeightVersionPublished)  # fmt: skip
 
 __all__ = [
-    "ALL", "UNWRITTEN", "AccessAudited", "Agent", "BatchSample", "BatchSkipped", "Boundary", "DeadLetter",
-    "DroppedSample", "EgressRequest", "EgressSource", "EngineDraining", "EngineGone", "EngineRegistered",
-    "EngineRequested", "EngineWeightsAwaited", "EngineWeightsLoaded", "EngineWeightsRefused", "Environment", "Event",
-    "Expects", "ExpertRows", "ExpertsLayout", "FinishReason", "GroupClosed", "GroupEmitted", "GroupRequested",
-    "GroupScored", "GroupStatus", "ImageRef", "Limits", "MaskReason", "Outcome", "PlayerScore", "Purpose",
-    "RewardAssigned", "RewardFailed", "RoleFailed", "RoleScore", "RolloutRequested", "RolloutScore", "RunConfigured",
-    "RunParent", "RunPlace", "RunPlanned", "SampleBatchFormed", "SampleScored", "SampleSpan", "Sampling",
-    "SandboxLimits", "SandboxSpec", "SegmentSample", "SessionAdopted", "SessionFinished", "SessionStarted",
-    "SkipRequested", "SourcePosition", "StepCompleted", "StepRewardAssigned", "TenantCommandCompleted",
-    "TenantCommandReceived", "TenantStateSaved", "TokenSnapshot", "ToolCallCancelled", "ToolCallCompleted",
-    "ToolCallRequested", "ToolCallStarted", "ToolStatus", "TreeBooks", "TreeLineage", "TreeNode", "TreeSegment",
-    "TurnCompleted", "TurnTreeAssembled", "Verifier", "VersionSpan", "WeightFile", "WeightTransferBegun",
-    "WeightVersionPublished", "Weighting", "sampled_tokens",
-]  # fmt: skip
+    "ALL", "OF_SEALED_RUNS", "UNWRITTEN", "AccessAudited", "Agent", "BatchSample", "BatchSkipped", "Boundary",
+    "DeadLetter", "DroppedSample", "EgressRequest", "EgressSource", "EngineDraining", "EngineGone", "EngineRegistered",
+    "EngineRequested", "EngineWeightsAwaited", "EngineWeightsLoaded", "EngineWeightsRefused", "Environment",
+    "ErasedLineage", "ErasedTurn", "Event", "Expects", "ExpertRows", "ExpertsLayout", "FinishReason", "GroupClosed",
+    "GroupEmitted", "GroupRequested", "GroupScored", "GroupStatus", "ImageRef", "Limits", "MaskReason", "Outcome",
+    "PlayerScore", "Purpose", "RewardAssigned", "RewardFailed", "RoleFailed", "RoleScore", "RolloutRequested",
+    "RolloutScore", "RunConfigured", "RunParent", "RunPlace", "RunPlanned", "SampleBatchFormed", "SampleScored",
+    "SampleSpan", "Sampling", "SandboxLimits", "SandboxSpec", "SegmentSample", "SessionAdopted", "SessionErased",
+    "SessionFinished", "SessionKeyCreated", "SessionKeyErased", "SessionStarted", "SkipRequested", "SourcePosition",
+    "StepCompleted", "StepRewardAssigned", "TenantCommandCompleted", "TenantCommandReceived", "TenantStateSaved",
+    "TokenSnapshot", "ToolCallCancelled", "ToolCallCompleted", "ToolCallRequested", "ToolCallStarted", "ToolStatus",
+    "TreeBooks", "TreeLineage", "TreeNode", "TreeSegment", "TurnCompleted", "TurnTreeAssembled", "Verifier",
+    "VersionSpan", "WeightFile", "WeightTransferBegun", "WeightVersionPublished", "Weighting",
+    "sampled_tokens"]  # fmt: skip

@@ -8,7 +8,16 @@ from enum import StrEnum
 from turnlog.schemas.events.sessions import Outcome
 from turnlog.schemas.events.tasks import Purpose
 from turnlog.schemas.events.turns import FinishReason, ImageRef
-from turnlog.schemas.types import BlobRef, Float32Payload, Float32s, GroupEvent, Int32Payload, RunEvent, TurnId
+from turnlog.schemas.types import (
+    BlobRef,
+    Float32Payload,
+    Float32s,
+    GroupEvent,
+    Int32Payload,
+    RunEvent,
+    TurnId,
+    content,
+)  # fmt: skip
 
 
 class MaskReason(StrEnum):
@@ -38,6 +47,7 @@ class MaskReason(StrEnum):
     untrained_player = "untrained_player"
     flagged = "flagged"
     redacted = "redacted"
+    erased = "erased"
 
 
 class GroupStatus(StrEnum):
@@ -199,11 +209,11 @@ class SegmentSample(RunEvent):
     """Number of segments of the session, including those without a sample."""
     is_anchor: bool
     """True if the segment holds the last turn of the main lineage."""
-    token_ids: Int32Payload
+    token_ids: Int32Payload = field(metadata=content())
     """The whole token sequence."""
     spans: tuple[SampleSpan, ...]
     """Spans in order of start; tokens outside all spans are context."""
-    logprobs: Float32Payload
+    logprobs: Float32Payload = field(metadata=content())
     """Log-probs of the output tokens in spans, concatenated."""
     temperature: float
     """Sampling temperature; the trainer divides logits by it."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from turnlog.schemas.events.tasks import Purpose, Sampling
-from turnlog.schemas.types import GroupEvent, JsonPayload, SessionEvent, TurnId
+from turnlog.schemas.types import GroupEvent, JsonPayload, SessionEvent, TurnId, content
 
 
 class Outcome(StrEnum):
@@ -118,7 +118,7 @@ class RewardAssigned(SessionEvent):
     """Parts of the reward by name, for people."""
     verifier: Verifier
     """Verifier that judged."""
-    evidence: JsonPayload
+    evidence: JsonPayload = field(metadata=content(b'{"erased":true}'))
     """Evidence that the verifier saw."""
     player: str = ""
     """Player whose turns the reward is for; empty for the session as a whole."""
@@ -130,7 +130,7 @@ class RewardFailed(SessionEvent):
 
     verifier: Verifier
     """Verifier that could not judge."""
-    cause: str
+    cause: str = field(metadata=content(b"[erased]"))
     """Cause of the failure, as text."""
     player: str = ""
     """Player that could not be judged; empty for the session as a whole."""
@@ -175,12 +175,67 @@ class SessionFinished(SessionEvent):
     """Recorded turns that the agent did not act on; disjoint from `turns`."""
     outcome: Outcome
     """Outcome of the session."""
-    reason: str
+    reason: str = field(metadata=content(b"[erased]"))
     """Reason as text; empty for an ordinary end."""
     final: bool
     """False if and only if the runner will retry the rollout."""
     expects: Expects
     """Records that must also be on the log before the session is settled."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErasedTurn:
+    """Place of a turn in the tree of an erased session, which nobody can compute any more."""
+
+    turn: TurnId
+    """Id of the turn."""
+    base: int | None
+    """Index of the turn that it continues by its messages; null for a root."""
+    lineage: int
+    """Index into `lineages`."""
+    segment: int
+    """Index of the segment that holds it; -1 if none does."""
+    reason: str
+    """Reason why no segment holds it; empty if one does."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErasedLineage:
+    """Lineage of an erased session."""
+
+    kind: str
+    """Kind of the lineage, as in TreeLineage."""
+    agent: str
+    """Kind of the agent that the lineage serves."""
+    player: str
+    """Player to which it belongs; empty if it belongs to none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionErased(SessionEvent):
+    """The content of a session was erased for good. If its group had not settled, the session is excluded."""
+
+    by: str
+    """Who erased it, in the operator's words."""
+    turns: tuple[ErasedTurn, ...]
+    """Structure of its tree, in order of (epoch, index); empty if the session had not settled."""
+    lineages: tuple[ErasedLineage, ...]
+    """Lineages of its tree."""
+    duplicated_prefix_tokens: int
+    """As in TurnTreeAssembled."""
+    batches: tuple[int, ...]
+    """Indexes of the batches that held samples of the session."""
+    flags: tuple[str, ...] = ()
+    """Names of the detectors of cheating that flagged it, sorted, which nobody can run on it any more."""
+    refused: bool = False
+    """True if its tree has no turns because a record of it was rejected, perhaps for its content."""
+    refused_turns: tuple[TurnId, ...] = ()
+    """Turns whose TokenSnapshot was rejected, perhaps for its content."""
+
+    @property
+    def has_structure(self) -> bool:
+        """Whether it records what the fold derived from the content."""
+        return bool(self.turns or self.refused or self.refused_turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

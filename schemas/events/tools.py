@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from turnlog.schemas.types import BlobRef, CallEvent, Json
+from turnlog.schemas.types import BlobRef, CallEvent, Json, content
 
 UNISOLATED = "+subprocess"
 """Suffix of the name of a worker that should isolate calls but runs them as plain processes."""
@@ -81,7 +81,7 @@ class ToolCallRequested(CallEvent):
     """Number of the call in its session: 0, then +1 with each call."""
     tool: str
     """Name of the tool."""
-    arguments: Json
+    arguments: Json = field(metadata=content(b"{}"))
     """Arguments as a JSON object."""
     sandbox: SandboxSpec
     """Sandbox that the call needs."""
@@ -129,7 +129,7 @@ class EgressRequest:
 
     method: str
     """HTTP method, such as GET."""
-    url: str
+    url: str = field(metadata=content(b"[erased]"))
     """URL without user, password and fragment; for a tunnel only host and port."""
     status: int
     """Status of the answer that the sandbox received; 403 for a refused request."""
@@ -164,7 +164,7 @@ class ToolCallCompleted(CallEvent):
     """Empty for ok; else for example wall_s, memory_bytes, sandbox_ended or workspace_lost."""
     exit_code: int | None
     """Exit code of the program; null if no program ended."""
-    output: bytes
+    output: bytes = field(metadata=content(b"[erased]"))
     """Output that the agent sees, cut to the limit."""
     full_output: BlobRef | None
     """The whole output, if `output` was cut."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from turnlog.schemas.types import BlobRef, Float32Payload, Int32Payload, JsonPayload, SessionEvent, TurnId
+from turnlog.schemas.types import BlobRef, Float32Payload, Int32Payload, JsonPayload, SessionEvent, TurnId, content
 
 
 class FinishReason(StrEnum):
@@ -46,22 +46,22 @@ class TurnCompleted(SessionEvent):
     path whose last component is "compaction" is a request for a summary of the history."""
     base_turn: TurnId | None = None
     """The turn whose messages and response this request continues; null for a root."""
-    base_echo: JsonPayload | None = None
+    base_echo: JsonPayload | None = field(default=None, metadata=content(b"{}"))
     """Members of the base's response (name, content, tool_calls) that the client sent back changed, as it sent them;
     null if it changed nothing. The recorded response itself stays unchanged."""
     system_sha256: str
     """Hex sha256 of the leading system messages in canonical form, so that equal messages have equal hashes."""
     tools_sha256: str
     """Hex sha256 of the tool schemas as JSON with sorted keys."""
-    new_messages: JsonPayload
+    new_messages: JsonPayload = field(metadata=content(b"[]"))
     """Messages of the request that follow those of the base."""
-    tools: JsonPayload | None = None
+    tools: JsonPayload | None = field(default=None, metadata=content(b"[]"))
     """The tool schemas, if they differ from the base's."""
-    response: JsonPayload
+    response: JsonPayload = field(metadata=content(b'{"content":"[erased]","role":"assistant"}'))
     """The assistant message as sent. The `id` of each of its tool_calls is the call_id of its ToolCallRequested."""
     finish_reason: FinishReason
     """Reason why the engine stopped."""
-    stopped_by: str | None = None
+    stopped_by: str | None = field(default=None, metadata=content(b"[erased]"))
     """Stop sequence of the client before which the text ends; the tokens continue to the point where the engine
     stopped."""
     ill_formed_calls: int = 0
@@ -153,11 +153,11 @@ class TokenSnapshot(SessionEvent):
     """Storage parent: the turn with the longest common token prefix."""
     base_len: int
     """Number of tokens taken from the prompt + output of parent_turn."""
-    delta_ids: Int32Payload
+    delta_ids: Int32Payload = field(metadata=content())
     """Prompt ids after base_len. prompt = (parent prompt + output)[:base_len] + delta."""
-    output_ids: Int32Payload
+    output_ids: Int32Payload = field(metadata=content())
     """Output ids as sampled, including the stop token."""
-    output_logprobs: Float32Payload
+    output_logprobs: Float32Payload = field(metadata=content())
     """Log-probs of the engine in nats, one per output id."""
     version_spans: tuple[VersionSpan, ...]
     """Spans that cover output_ids exactly."""

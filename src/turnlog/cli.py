@@ -28,6 +28,7 @@ from turnlog.verbs import (
     dead_letters,
     engines,
     env,
+    erase,
     gc,
     index,
     lineage,
@@ -206,7 +207,7 @@ def _completion(_: Settings, arguments: argparse.Namespace) -> int:
 
 FAMILIES = (
     start, run, status, dashboard, books, audit, session, index, lineage, models, dataset, replay, archive, engines,
-    dead_letters, env, catalogue, cheating, gc, roles, sandbox, outlets, trainer_plan,
+    dead_letters, env, catalogue, cheating, gc, erase, roles, sandbox, outlets, trainer_plan,
 )  # fmt: skip
 VERBS: tuple[Verb, ...] = (
     *(verb for family in FAMILIES for verb in family.VERBS),

@@ -18,7 +18,7 @@ GROUPS = {
     "Start": ("demo", "recipe", "env", "warm-start", "up", "run", "down"),
     "Look": ("status", "dashboard", "lineage", "log"),
     "Data": ("dataset", "export", "replay", "sft"),
-    "Operate": ("doctor", "engines", "sandbox", "trainer", "topics", "schemas", "gc", "health", "completion"),
+    "Operate": ("doctor", "engines", "sandbox", "trainer", "topics", "schemas", "gc", "erase", "health", "completion"),
     "Processes": ("role", "supervise"),
 }  # fmt: skip
 """Every verb that stands at the top, in the group in which `turnlog --help` lists it."""

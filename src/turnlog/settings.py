@@ -733,6 +733,9 @@ class TraceSettings:
     timeout_s: Seconds = 10.0
     """Maximum seconds for a request, retries included; after that the process ends, and its successor exports the
     spans."""
+    content: bool = False
+    """Whether spans hold the reason of a session's end although [erasure] is on. The collector keeps it after the
+    session is erased. Without [erasure], they always hold it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -765,6 +768,16 @@ class DashboardSettings:
     in front of it."""
     key: Annotated[str, Signs()] = field(default="", repr=False)
     """Key that signs login links and login cookies; empty creates one in the run's directory, with mode 0600."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErasureSettings:
+    """[erasure] Encryption of what sessions say and see, so that one of them can be erased for good
+    (docs/erasure.md). It is decided when a run is configured."""
+
+    master_keys: Annotated[str, Signs(several=True)] = field(default="", repr=False)
+    """Master keys of the run, separated by white space; empty turns encryption off. The first one wraps the keys of
+    sessions, all of them unwrap. The run's roles share them; if they are lost, so is the content of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -839,6 +852,7 @@ class Settings:
     tinker: TinkerSettings = field(default_factory=TinkerSettings)
     access: AccessSettings = field(default_factory=AccessSettings)
     liveness: LivenessSettings = field(default_factory=LivenessSettings)
+    erasure: ErasureSettings = ErasureSettings()
     lag: LagSettings = LagSettings()
     status: StatusSettings = StatusSettings()
 
@@ -1123,12 +1137,18 @@ def recorded_keys(section: type) -> list[str]:
     return [key for key, hint in declarations(section).items() if OPERATIONAL not in notes(hint)]
 
 
+ERASURE = "erasure"
+"""Section of RunConfigured that runs have whose content is encrypted."""
+
+
 def fold_settings_json(settings: Settings) -> bytes:
     """Return the canonical JSON of the settings that derived records depend on, which is the body of RunConfigured."""
     sections = {
         name: {key: getattr(getattr(settings, name), key) for key in recorded_keys(kind)}
         for name, kind in FOLD_SECTIONS.items()
     }
+    if settings.erasure.master_keys:
+        sections[ERASURE] = {"encrypts": True}
     return json.dumps(sections, sort_keys=True, separators=(",", ":")).encode()
 
 

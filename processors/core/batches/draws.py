@@ -78,6 +78,8 @@ class PlacedSample:
     sample: SegmentSample
     partition: int
     offset: int
+    erased: bool = False
+    """Whether the session was erased, so that its tokens have no meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -119,6 +121,8 @@ class TrimmedSample:
     """
     masked: dict[str, int]
     """Reason -> number of tokens that the length limit or the version mask removed."""
+    erased: bool = False
+    """Whether the session was erased."""
 
 
 def draw_rules(fold: FoldSettings, batcher: BatcherSettings, methods: Methods = BUILT_IN) -> DrawRules:
@@ -312,13 +316,15 @@ def _admit(
     """
     lags: dict[str, int] = {}
     for sample in samples:
-        if sample.trained_tokens and not sample.raw:
+        if sample.trained_tokens and not sample.raw and not sample.erased:
             lags[sample.session_id] = max(lags.get(sample.session_id, sample.lag), sample.lag)
     fresh = {session for session, lag in lags.items() if lag <= rules.max_lag}
     kept: list[TrimmedSample] = []
     out: list[tuple[TrimmedSample, MaskReason]] = []
     for sample in samples:
-        if sample.trained_tokens and sample.raw:
+        if sample.trained_tokens and sample.erased:
+            out.append((sample, MaskReason.erased))
+        elif sample.trained_tokens and sample.raw:
             out.append((sample, MaskReason.raw_logprobs))
         elif sample.trained_tokens and sample.session_id not in fresh:
             out.append((sample, MaskReason.stale))
@@ -387,6 +393,7 @@ def trim(placed: PlacedSample, held: HeldVersion, rules: DrawRules) -> TrimmedSa
         lag=max(map(held.lag, columns.versions), default=0),
         raw=sample.logprob_kind != "at_temperature" and sample.temperature not in GREEDY_OR_PLAIN,
         masked=dict(columns.masked),
+        erased=placed.erased,
     )
 
 

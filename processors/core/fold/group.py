@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from turnlog.processors.core.cheating.actions import TurnText, turn_text
 from turnlog.processors.core.errors import FoldError, MisplacedRecord
+from turnlog.processors.core.fold.erasure import Erasures
 from turnlog.processors.core.fold.flags import flags
 from turnlog.processors.core.fold.session import SessionRecords, SessionTree, assemble, named_turns, tree_event
 from turnlog.processors.core.fold.settlement import score
-from turnlog.processors.core.fold.spine import ControlStreamFold
+from turnlog.processors.core.fold.spine import ControlStreamFold, SessionFoldState
 from turnlog.processors.core.messages import Dialogues
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.core.turns import TurnKey, key_of
+from turnlog.schemas.content import is_erased
 from turnlog.schemas.events import Event, TokenSnapshot, TurnCompleted
 from turnlog.schemas.topics import SESSIONS, SNAPSHOTS, TURNS
 
@@ -30,7 +33,8 @@ DATA: dict[str, type] = {TURNS.name: TurnCompleted, SNAPSHOTS.name: TokenSnapsho
 class GroupFold:
     """The state of one group. Payloads must be inline: the role fetches blobs before it folds."""
 
-    def __init__(self, group_id: str, floor: int, rules: FoldRules) -> None:
+    def __init__(self, group_id: str, floor: int, rules: FoldRules, erasures: Erasures = MappingProxyType({})) -> None:
+        """`erasures` is for the fold of a history some of whose content was erased since."""
         self.group_id = group_id
         self.floor = floor
         self.first: dict[str, int] = {}
@@ -38,6 +42,7 @@ class GroupFold:
         self.complete = False
         """True once GroupScored was emitted; the group may be forgotten."""
         self._rules = rules
+        self._erasures = erasures
         self._last: dict[str, int] = {}
         self._spine = ControlStreamFold(rules.version)
         self._records: dict[str, SessionRecords] = {}
@@ -76,6 +81,19 @@ class GroupFold:
     def trees(self) -> frozenset[str]:
         """Return the sessions whose TurnTreeAssembled was emitted."""
         return frozenset(self._trees)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the group is settled: its members are final."""
+        return self._spine.members is not None
+
+    def session(self, session_id: str) -> SessionFoldState | None:
+        """Return the state of a session in the control stream, or None if the stream does not mention it."""
+        return self._spine.sessions.get(session_id)
+
+    def tree(self, session_id: str) -> SessionTree | None:
+        """Return the tree of a session, or None while it is not assembled."""
+        return self._trees.get(session_id)
 
     def key(self) -> object:
         """Return a canonical, comparable value of the whole state."""
@@ -123,7 +141,9 @@ class GroupFold:
     def _of(self, session_id: str) -> SessionRecords:
         records = self._records.get(session_id)
         if records is None:
-            records = self._records[session_id] = SessionRecords()
+            recorded = self._erasures.get(session_id)
+            refused = frozenset(map(key_of, recorded.refused_turns)) if recorded is not None else frozenset()
+            records = self._records[session_id] = SessionRecords(refused)
         return records
 
     def _add_heard_turn(self, records: SessionRecords, event: TurnCompleted) -> None:
@@ -131,7 +151,7 @@ class GroupFold:
         turn = key_of(event.turn)
         known = turn in records.kinships
         records.add_turn(event)
-        if not known:
+        if not known and not is_erased(event.response):
             try:
                 self._dialogues.setdefault(event.session_id, Dialogues()).add(event)
             except FoldError:
@@ -150,9 +170,12 @@ class GroupFold:
         for session_id in [session for session, needs in self._waiting.items() if not needs]:
             del self._waiting[session_id]
             dialogues = self._dialogues.get(session_id)
-            tree = assemble(self._spine.sessions[session_id], self._of(session_id), self._rules, dialogues)
+            session, records = self._spine.sessions[session_id], self._of(session_id)
+            tree = assemble(session, records, self._rules, dialogues, self._erasures)
             if self._detects:
-                tree = replace(tree, flags=flags(tree, self._texts.pop(session_id, {}), self._rules))
+                texts = self._texts.pop(session_id, {})
+                recorded = None if not records.erased or tree.refused else self._erasures[session_id].flags
+                tree = replace(tree, flags=flags(tree, texts, self._rules) if recorded is None else recorded)
             self._trees[session_id] = tree
             outputs.append(tree_event(self.group_id, tree, self._rules))
         if self._spine.members is not None and not self._waiting:

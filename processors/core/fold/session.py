@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from types import MappingProxyType
 
 from turnlog.processors.core.books import Ledger
-from turnlog.processors.core.errors import FoldError
+from turnlog.processors.core.errors import ContentErased, FoldError
+from turnlog.processors.core.fold.erasure import Erasures, lineages_of, segments_of
 from turnlog.processors.core.fold.spine import SessionFoldState
 from turnlog.processors.core.lineages import COMPACTION, SIDE_CALL, SUB_AGENT, Lineages, Turn, lineages
 from turnlog.processors.core.messages import Dialogues
@@ -25,6 +27,7 @@ from turnlog.processors.core.turns import (
     tokens,
 )
 from turnlog.schemas.binary import constructor
+from turnlog.schemas.content import is_erased
 from turnlog.schemas.events import (
     MaskReason,
     Outcome,
@@ -61,6 +64,7 @@ class SessionTree:
     masked: dict[int, MaskReason]
     """Turn order -> reason. The other turns are trained if their group is."""
     refused: bool
+    """Whether it has no turns, because a record of it was rejected or because it was erased before it settled."""
     end: int
     """Highest offset of a snapshot that the session's token accounting includes."""
     trained: tuple[int, ...]
@@ -89,7 +93,9 @@ class SessionTree:
                 continue
             reason: MaskReason | None
             role = None
-            if self.refused or isinstance(snapshot, RefusedTokens):
+            if self.session.erased_unsettled:
+                reason = MaskReason.erased
+            elif self.refused or isinstance(snapshot, RefusedTokens):
                 reason = MaskReason.refused
             elif turn in self.orders:
                 reason, role = self.masked.get(self.orders[turn]), self.role_of(self.orders[turn])
@@ -107,23 +113,38 @@ def named_turns(session: SessionFoldState) -> tuple[TurnId, ...]:
 
 
 def assemble(
-    session: SessionFoldState, records: SessionRecords, rules: FoldRules, dialogues: Dialogues | None = None
+    session: SessionFoldState,
+    records: SessionRecords,
+    rules: FoldRules,
+    dialogues: Dialogues | None = None,
+    erasures: Erasures = MappingProxyType({}),
 ) -> SessionTree:
-    """Build the tree of a settled session whose named turns have both records, by the trajectory rule of `rules`."""
+    """Build the tree of a settled session whose named turns have both records, by the trajectory rule of `rules`. If
+    its content was erased, what depends on that is taken from `erasures`. Raises ContentErased if it is not there."""
     named = named_turns(session)
     keys = [key_of(turn) for turn in named]
-    refused = session.refused or records.has_rejected(keys)
+    recorded = erasures.get(session.session_id) if records.erased else None
+    refused = session.refused or session.erased_unsettled or records.has_rejected(keys)
+    refused = refused or (recorded is not None and recorded.refused)
+    dialogues = None if records.erased else dialogues
     turns = () if refused else tuple(map(partial(_turn, records, dialogues), named, keys))
     orders = {} if refused else {key: order for order, key in enumerate(keys)}
-    tree = lineages(turns, rules.version)
+    if refused:
+        recorded = None
+    elif records.erased and (recorded is None or len(recorded.turns) != len(turns)):
+        raise ContentErased(
+            f"session {session.session_id}: its content was erased, and no SessionErased records the structure of its "
+            "tree; restore topic agent.sessions from the archive"
+        )
+    tree = lineages(turns, rules.version) if recorded is None else lineages_of(recorded)
     assert session.finish is not None
     undelivered = {key_of(turn) for turn in session.finish.undelivered}
-    segments = rules.cutting.cut(turns, tree, undelivered, rules)
+    segments = rules.cutting.cut(turns, tree, undelivered, rules) if recorded is None else segments_of(recorded)
     roles = WHOLE
     if session.players:
         shared = session.finish.expects.reward and "" in map(tree.player_of, range(len(turns)))
         roles = tuple(sorted(session.players | ({""} if shared else set())))
-        segments = split_by_player(turns, segments, tree)
+        segments = split_by_player(turns, segments, tree) if recorded is None else segments
     masked = dict(segments.masked) | _masked_turns(session.finish.outcome, turns, tree, segments, rules)
     if roles != WHOLE:
         kept = (order for run in segments.runs for order in run)
@@ -246,15 +267,21 @@ def _books(tree: SessionTree) -> TreeBooks:
 class SessionRecords:
     """The records of one session. Each topic alone, in its own order, decides what is stored here."""
 
-    def __init__(self) -> None:
+    def __init__(self, refused: Set[TurnKey] = frozenset()) -> None:
+        """`refused` names the turns whose snapshots were rejected before the content of the session was erased."""
+        self._refused = refused
         self.kinships: dict[TurnKey, Kinship | None] = {}
         """Turn -> its conversation data; None if the record was rejected."""
         self.snapshots: dict[TurnKey, TurnTokenDelta | RefusedTokens] = {}
         self._epochs: dict[str, str] = {}
+        self.erased = False
+        """Whether content of a record was erased: its tokens have the right number and no meaning. One record suffices,
+        since a field that was empty is not marked as erased."""
 
     def add_turn(self, event: TurnCompleted) -> None:
         """Store the first record of a turn. Raises BaseNotBefore after storing the record as rejected."""
         turn = self._key(event.turn)
+        self.erased = self.erased or is_erased(event.response)
         if turn not in self.kinships:
             self.kinships[turn] = None
             self.kinships[turn] = kinship(event)
@@ -264,12 +291,22 @@ class SessionRecords:
         turn = self._key(event.turn)
         if turn in self.snapshots:
             return
+        self.erased = self.erased or is_erased(event.delta_ids) or is_erased(event.output_ids)
+        if self.erased and turn in self._refused:  # dead-lettered when its content could be checked
+            self.snapshots[turn] = refused_tokens(event, offset)
+            return
         parent = self.snapshots.get(key_of(event.parent_turn)) if event.parent_turn is not None else None
+        parent = parent if isinstance(parent, TurnTokenDelta) else None
         try:
-            self.snapshots[turn] = tokens(event, offset, parent if isinstance(parent, TurnTokenDelta) else None)
+            self.snapshots[turn] = tokens(event, offset, parent, erased=self.erased)
         except FoldError:
             self.snapshots[turn] = refused_tokens(event, offset)
             raise
+
+    def refused_turns(self) -> tuple[TurnId, ...]:
+        """Return the turns whose snapshot was rejected, in the order of their records."""
+        refused = (turn for turn, snapshot in self.snapshots.items() if isinstance(snapshot, RefusedTokens))
+        return tuple(TurnId(*turn) for turn in refused)
 
     def has_rejected(self, named: Iterable[TurnKey]) -> bool:
         """Whether a record of a named turn was rejected."""

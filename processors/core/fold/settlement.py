@@ -254,7 +254,7 @@ def score(
         status=status,
         reason=reason,
         samples=len(outputs),
-        books=_books(group_id, records, trees, partial(_final, worth, flagged, status, rules), status),
+        books=_books(group_id, spine, records, trees, partial(_final, worth, flagged, status, rules), status),
         fold_version=rules.version.name,
         settings_sha256=rules.settings_sha256,
         group_filters=tuple(chosen.label for chosen in rules.filters),
@@ -371,6 +371,7 @@ Final = Callable[[SessionTree, MaskReason | None, str | None], MaskReason | None
 
 def _books(
     group_id: str,
+    spine: ControlStreamFold,
     records: Mapping[str, SessionRecords],
     trees: Mapping[str, SessionTree],
     final: Final,
@@ -387,7 +388,11 @@ def _books(
         sampled += sum(output_tokens(snapshot) for snapshot in own.snapshots.values() if snapshot.offset <= end)
         if session_id not in trees:
             late = sum(output_tokens(snapshot) for snapshot in own.snapshots.values() if snapshot.offset <= end)
-            ledger.enter(late, MaskReason.discarded_group if status is not GroupStatus.trained else MaskReason.late)
+            session = spine.sessions.get(session_id)
+            if session is not None and session.erased:
+                ledger.enter(late, MaskReason.erased)
+            else:
+                ledger.enter(late, MaskReason.discarded_group if status is not GroupStatus.trained else MaskReason.late)
             continue
         for count, reason, role in trees[session_id].entries(end):
             ledger.enter(count, final(trees[session_id], reason, role))
@@ -402,6 +407,8 @@ def _final(
     excluded because a detector of cheating flagged them.
     """
     session_id = tree.session.session_id
+    if tree.session.erased:
+        return MaskReason.erased
     if status is not GroupStatus.trained:
         return MaskReason.discarded_group
     if tree.refused:

@@ -23,6 +23,7 @@ from turnlog.schemas.events import (
     RewardAssigned,
     RewardFailed,
     SessionAdopted,
+    SessionErased,
     SessionFinished,
     SessionStarted,
     SkipRequested,
@@ -31,7 +32,7 @@ from turnlog.schemas.events import (
 from turnlog.schemas.types import TurnId
 
 OF_A_SESSION = frozenset(
-    {SessionStarted, SessionAdopted, SessionFinished, RewardAssigned, RewardFailed, StepRewardAssigned}
+    {SessionStarted, SessionAdopted, SessionFinished, RewardAssigned, RewardFailed, StepRewardAssigned, SessionErased}
 )
 REAPED = frozenset({"deadline", "orphan"})
 """Reasons of a GroupClosed that names every session whose turns are all on the log."""
@@ -90,6 +91,10 @@ class SessionFoldState(Tenure):
     """
     refused: bool = False
     settled: bool = False
+    erased: bool = False
+    """Whether it was erased before its group settled."""
+    erased_unsettled: bool = False
+    """Whether it was erased before it settled: its tree then has no turns."""
     by_player: bool = True
     """Whether the fold version knows players."""
     _named: frozenset[TurnId] | None = field(default=None, init=False, repr=False, compare=False)
@@ -138,7 +143,7 @@ class SessionFoldState(Tenure):
             self.session_id, self.started and self.started.event_id, tuple(self.epochs), self.finish,
             self.verdict, tuple(sorted(self.verdicts.items())),
             tuple(sorted((t.epoch, t.index, repr(v)) for t, v in self.steps.items())),
-            self.refused, self.settled,
+            self.refused, self.settled, self.erased, self.erased_unsettled,
         )  # fmt: skip
 
 
@@ -198,9 +203,12 @@ class ControlStreamFold:
         )  # fmt: skip
 
     def _apply(self, session: SessionFoldState, event: Any) -> None:
+        kind = type(event)
+        if kind is SessionErased:
+            session.erased, session.erased_unsettled = True, session.erased_unsettled or not session.settled
+            return
         if session.settled:
             return
-        kind = type(event)
         if kind is SessionStarted:
             self._start(session, event)
         elif kind is SessionAdopted:

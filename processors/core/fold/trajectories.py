@@ -26,6 +26,8 @@ def session_exclusion(tree: SessionTree, rules: FoldRules) -> str | None:
     """Return why no trajectory of a session is valid; None if that depends on the role."""
     finish = tree.session.finish
     assert finish is not None
+    if tree.session.erased:
+        return MaskReason.erased.value
     if tree.refused:
         return MaskReason.refused.value
     if finish.outcome not in VALID or (finish.outcome is Outcome.truncated and rules.truncated == "exclude"):

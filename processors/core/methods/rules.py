@@ -31,7 +31,7 @@ from turnlog.processors.core.methods.policies import Policies, Policy
 from turnlog.processors.core.methods.reward_transforms import TRANSFORMS, RewardTransform
 from turnlog.processors.core.methods.segments import PolicyOptions
 from turnlog.setting_types import SettingsError, notes, value_of
-from turnlog.settings import Settings, declarations, recorded_keys
+from turnlog.settings import ERASURE, Settings, declarations, recorded_keys
 
 Method = Estimator | GroupFilter | RewardTransform | CheatDetector
 
@@ -294,7 +294,7 @@ def recorded_settings(
     """
     try:
         tables = json.loads(settings_json)
-        unknown = sorted(set(tables) - set(kinds))
+        unknown = sorted(set(tables) - set(kinds) - {ERASURE})
         if unknown:
             raise SettingsError(f"unknown section [{unknown[0]}]")
         fold, batcher, assembler = (

@@ -58,7 +58,8 @@ class ClientRun:
 
     def samples(self, *, archive: bool = False) -> RunSamples:
         """Return the run's samples, which `to_arrow`, `to_pandas` or `to_polars` reads. `archive`: from the archive in
-        the object store, which needs neither Kafka nor a registry.
+        the object store, which needs neither Kafka nor a registry, unless the run encrypts content: its keys are in
+        Kafka alone.
         """
         from turnlog.client.samples import RunSamples
 

@@ -1,4 +1,4 @@
-"""The samples of a run as one table: those on the log at the time of the call."""
+"""The samples of a run as one table: those on the log at the time of the call, without those of erased sessions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from turnlog.consumers.datasets.columns import RL, RlRows
 from turnlog.infra.blobs import inlined
 from turnlog.infra.history import events_of, partitions
 from turnlog.infra.roles.role import Role, open_role
+from turnlog.schemas.content import holds_erased
 from turnlog.schemas.events import SegmentSample
 from turnlog.schemas.topics import SAMPLES
 from turnlog.settings import Settings
@@ -24,8 +25,8 @@ ROWS = 1024
 
 
 class RunSamples:
-    """All samples of a run, in the order of partitions and offsets, with the columns of the `rl` view of datasets
-    (docs/datasets.md).
+    """All samples of a run but those of erased sessions, in the order of partitions and offsets, with the columns of
+    the `rl` view of datasets (docs/datasets.md).
     """
 
     def __init__(self, settings: Settings, *, archive: bool) -> None:
@@ -33,10 +34,11 @@ class RunSamples:
         self._settings, self._archive = settings, archive
 
     def to_arrow(self) -> pa.Table:
-        """Return the samples as a pyarrow.Table. Raises BrokenSample, NoEndpoints, LogError, BlobError."""
+        """Return the samples as a pyarrow.Table. Raises BrokenSample, NoEndpoints, LogError, BlobError, and
+        ContentKeyError if the run encrypts content and its keys are missing here."""
         with LoopThread("turnlog samples") as thread:
             role = thread.enter(open_role("reader", self._settings, archive=self._archive))
-            return pa.Table.from_batches(list(thread.wait(_batches, role)), schema=RL)
+            return pa.Table.from_batches(list(thread.wait(sample_batches, role)), schema=RL)
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return the samples as a pandas.DataFrame. Raises as `to_arrow`."""
@@ -49,13 +51,16 @@ class RunSamples:
         return polars.from_arrow(self.to_arrow())
 
 
-async def _batches(role: Role) -> Iterator[pa.RecordBatch]:
+async def sample_batches(role: Role) -> Iterator[pa.RecordBatch]:
+    """Return the rows of `RunSamples` in batches of ROWS. Raises BrokenSample, LogError, BlobError."""
     found: list[pa.RecordBatch] = []
     rows = RlRows()
     ends = await role.log.end_offsets(partitions(role, SAMPLES))
     for place, end in sorted(ends.items()):
         async for _, event in events_of(role, place, end, (SegmentSample.__name__,)):
             assert isinstance(event, SegmentSample)
+            if holds_erased(event):  # its tokens are zeros
+                continue
             rows.add(await inlined(event, role.blobs))
             if len(rows) == ROWS:
                 found.append(rows.batch())

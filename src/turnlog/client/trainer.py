@@ -373,7 +373,7 @@ async def _open_generation(settings: Settings, start: Cursor) -> AsyncIterator[_
         async def fetch(manifest: SampleBatchFormed) -> BatchRows:
             if tokenizers is not None:
                 await tokenizers.check(manifest)
-            return await fetch_rows(manifest, role.blobs)
+            return await fetch_rows(manifest, role.blobs, role.events.keys)
 
         async with ReadAhead(manifests, fetch) as ahead:
             yield _TrainerCalls(role, generation, ahead)

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from turnlog.consumers.replay.progress import ProgressReceiver, TerminalProgress
 from turnlog.consumers.replay.source import Inputs, Merge, recorded_run
-from turnlog.infra.history import events, partitions
+from turnlog.infra.history import events, partitions, recorded_erasures
 from turnlog.infra.log import Partition, partition_of
 from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, open_role
@@ -27,9 +27,10 @@ from turnlog.infra.roles.runs import Configured, nothing_recorded
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.names import ExitStatus
 from turnlog.processors.core.errors import FoldError
+from turnlog.processors.core.fold.erasure import Erasures
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold.render import render, sizes
-from turnlog.processors.core.fold_versions import INPUTS
+from turnlog.processors.core.fold_versions import INPUTS, SPINE
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas import topics
 from turnlog.schemas.events import Event, SegmentSample, SessionStarted, TurnTreeAssembled
@@ -198,9 +199,14 @@ class _UnitComparison:
         self._open: dict[str, list[GroupFold]] = {}
         self._done: set[str] = set()
         self._trees: dict[str, list[TurnTreeAssembled | None]] = {}
+        self._erasures: Erasures = {}
 
     async def run(self, progress: ProgressReceiver) -> None:
-        """Read the partitions of the task to their present ends."""
+        """Read the partitions of the task to their present ends. Erased sessions have the structure that was recorded,
+        by every rule."""
+        role = self._role
+        spine = Partition(SPINE, self._unit)
+        self._erasures = await recorded_erasures(role.log, role.events, spine, role.settings.run.id)
         places = [Partition(topic, self._unit) for topic in INPUTS]
         starts, ends = await self._role.log.start_offsets(places), await self._role.log.end_offsets(places)
         progress.begin(f"folding partition {self._unit}", sum(ends[place] - starts[place] for place in places))
@@ -218,7 +224,7 @@ class _UnitComparison:
     def _fold(self, topic: str, offset: int, event: Event) -> None:
         folds = self._open.get(event.group_id)
         if folds is None:
-            folds = [GroupFold(event.group_id, event.floor, rules) for rules in self._rules]
+            folds = [GroupFold(event.group_id, event.floor, rules, self._erasures) for rules in self._rules]
             self._open[event.group_id] = folds
         refused = False
         for index, fold in enumerate(folds):

@@ -20,6 +20,7 @@ from turnlog.infra.log import Record
 from turnlog.infra.redaction.redactor import Redactor
 from turnlog.infra.roles.credentials import CredentialKeys
 from turnlog.infra.roles.health import Health
+from turnlog.infra.session_keys import SessionKeys
 from turnlog.producers.gateway_client import (
     Completion,
     GatewayClient,
@@ -75,7 +76,8 @@ class LocalEvents:
 
     def __init__(self, settings: Settings, pools: SandboxPools, blobs: Blobs, egress: Egress | None) -> None:
         self.redactor: Redactor | None = None
-        """Nothing is recorded here, so nothing needs to be masked."""
+        self.keys: SessionKeys | None = None
+        """Nothing is recorded here, so nothing needs to be masked or encrypted."""
         self.results = ToolResults()
         self.rewards: dict[str, RewardAssigned | RewardFailed] = {}
         """First reward of each session."""

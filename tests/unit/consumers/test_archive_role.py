@@ -26,7 +26,7 @@ from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import ALL
-from turnlog.schemas.topics import CATALOGUE, SAMPLES, SESSIONS, STEPS, TOPIC_OF
+from turnlog.schemas.topics import CATALOGUE, SAMPLES, SESSION_KEYS, SESSIONS, STEPS, TOPIC_OF
 from turnlog.settings import ArchiveSettings, RunSettings, Settings
 
 CODEC = Codec({name: number for number, name in enumerate(ALL)})
@@ -72,7 +72,10 @@ class World:
 
     async def read(self, log: MemoryLog | ArchiveLog) -> dict[Partition, list[Record]]:
         places = [
-            Partition(name, number) for name, spec in self.broker.specs.items() for number in range(spec.partitions)
+            Partition(name, number)
+            for name, spec in self.broker.specs.items()
+            if name != SESSION_KEYS.name  # archived keys could not be erased
+            for number in range(spec.partitions)
         ]
         ends = await log.end_offsets(places)
         found: dict[Partition, list[Record]] = {place: [] for place in places}

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 
 import pytest
 
 from tests.fakes.memory_log import MemoryLog
-from turnlog.consumers.dead_letters import AmbiguousLetter, LetterError, NoSuchLetter, NotSkippable
+from tests.fakes.sealed_events import MASTER
+from turnlog.consumers.dead_letters import AmbiguousLetter, LetterError, NoSuchLetter, NotRequeueable, NotSkippable
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog, dead_letter
 from turnlog.infra.log import Partition, Record, partition_of
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
-from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.role import Role, session_keys
 from turnlog.infra.topics_admin import apply
 from turnlog.schemas.events import DeadLetter, SandboxSpec, SkipRequested, ToolCallRequested
 from turnlog.schemas.topics import SESSIONS, TOOL_CALLS, TURNS
-from turnlog.settings import KafkaSettings, RunSettings, Settings
+from turnlog.settings import ErasureSettings, KafkaSettings, RunSettings, Settings
 from turnlog.verbs.dead_letters import ACTIONS, dead_letters_arguments
 
 SETTINGS = Settings(run=RunSettings(id="run"), kafka=KafkaSettings(groups=2, rollouts=2))
@@ -142,6 +144,36 @@ async def test_a_tool_call_goes_out_as_a_call_of_its_own(role: Role) -> None:
     assert {(event.tool, event.arguments, event.call_seq, event.rollout_id) for event in events} == {
         ("shell", CALL.arguments, 4, "r")
     }
+
+
+@pytest.fixture
+async def sealed() -> AsyncIterator[Role]:
+    """A process of a run that encrypts content, on an empty log."""
+    settings = dataclasses.replace(SETTINGS, erasure=ErasureSettings(master_keys=MASTER))
+    log = MemoryLog()
+    await apply(log, settings)
+    async with EventLog.open(log, MemoryRegistry(), writer="test", keys=session_keys(settings)) as events:
+        yield Role("test", "test-0", settings, log, events, MemoryBlobs(), Health("test"))
+
+
+async def test_an_encrypted_call_goes_out_again_and_is_erased_with_the_session_that_made_it(sealed: Role) -> None:
+    events = sealed.events
+    letter = await parked(sealed, TOOL_CALLS.name, await events.encode(CALL))
+    await ran(sealed, "requeue", letter.event_id)
+    _, again = await all_of(sealed, TOOL_CALLS.name)
+    assert CALL.arguments not in again.value
+    call = await events.decode(again)
+    assert (call.arguments, call.session_id != CALL.session_id) == (CALL.arguments, True)
+    second = await parked(sealed, TOOL_CALLS.name, again.value)
+    await ran(sealed, "requeue", second.event_id)
+    assert events.keys is not None
+    assert len(await events.keys.erase(CALL.session_id, "an operator")) == 3
+    found = await all_of(sealed, TOOL_CALLS.name)
+    assert [(await events.decode(record)).arguments for record in found] == [b"{}"] * 4
+    for again_of in (letter, second):
+        with pytest.raises(NotRequeueable, match="was erased"):
+            await ran(sealed, "requeue", "--again", again_of.event_id)
+    assert len(await all_of(sealed, TOOL_CALLS.name)) == 4
 
 
 async def test_a_unit_is_let_past_a_record_by_an_order_that_reaches_it(role: Role) -> None:

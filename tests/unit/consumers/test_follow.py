@@ -8,12 +8,17 @@ import pytest
 
 from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_log import MemoryLog
+from tests.fakes.sealed_events import MASTER, PLANTED, event_of
 from turnlog.consumers.follow import Events, MixedPartitions, UnknownTopic, check, follow_on
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Partition, TopicSpec
 from turnlog.infra.registry import MemoryRegistry
+from turnlog.infra.session_keys import MasterKeys, SessionKeys
+from turnlog.infra.topics_admin import specs
+from turnlog.schemas import MasterKeyMissing
+from turnlog.schemas.content import holds_erased
 from turnlog.schemas.events import SkipRequested
-from turnlog.settings import KafkaSettings
+from turnlog.settings import KafkaSettings, Settings
 
 SESSIONS = "agent.sessions"
 
@@ -169,3 +174,22 @@ async def test_what_is_done_is_committed_in_the_middle_of_a_fetch(cluster: Clust
         commits = await events._log.commits("report", names)
         assert events._ready, "the fetch has brought more"
         assert sum(commit.offset for commit in commits.values()) == 4, "all but the one in hand"
+
+
+async def test_content_that_is_encrypted_is_read_with_the_keys_of_the_run() -> None:
+    broker, registry, turns = MemoryBroker(), MemoryRegistry(), "agent.turns"
+    broker.create(specs(Settings()))
+    writers = SessionKeys(MasterKeys(MASTER), "run")
+    async with EventLog.open(MemoryLog(broker), registry, writer="test", keys=writers) as events:
+        for session in ("kept", "gone"):
+            await events.append(event_of("TurnCompleted", session))
+        await writers.erase("gone", "an operator")
+    keys = SessionKeys(MasterKeys(MASTER), "run")
+    options = {"until_end": True, "commit_s": 0.0}
+    async with follow_on(MemoryLog(broker), registry, [turns], group="a", keys=keys, **options) as followed:
+        found = {event.session_id: event async for event in followed}
+    assert found["kept"].response == PLANTED
+    assert holds_erased(found["gone"])
+    with pytest.raises(MasterKeyMissing, match="master_keys"):
+        async with follow_on(MemoryLog(broker), registry, [turns], group="b", **options) as followed:
+            await anext(aiter(followed))

@@ -517,15 +517,18 @@ async def test_a_damaged_archive_ends_a_build_and_what_was_read_of_it_stands(tmp
     assert content(path) == content(tmp_path / "topics.sqlite")
 
 
-async def test_pruned_topics_are_read_from_the_archive_first_and_then_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_hand", [True, False])
+async def test_pruned_topics_are_read_from_the_archive_first_and_then_go_on(tmp_path: Path, by_hand: bool) -> None:
     run, path = TrainedRun(), tmp_path / "index.sqlite"
     await run.good_days(groups=2)
     await run.archive()
     run.broker.truncate(Partition(topics.TURNS.name, 0), 1)
     run.broker.truncate(Partition(topics.TURNS.name, 1), 1)
     with pytest.raises(IndexBehind, match="--from archive"):
-        await indexed(run, path)
-    await build(await run.archived(), path)
+        async with indexing(run.role("index"), path, FOLD_VERSION):
+            pytest.fail("nobody has read the first records")
+    if by_hand:
+        await build(await run.archived(), path)
     await run.good_groups(groups=1, first=7)
     await indexed(run, path)
     with Index.open(path) as index:

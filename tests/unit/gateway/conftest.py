@@ -26,7 +26,7 @@ from turnlog.infra.redaction.redactor import Redactor
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.http_clients import direct
-from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.role import Role, session_keys
 from turnlog.plugins.recipes.calc import RECIPE
 from turnlog.producers.gateway.app import REQUEST_S, Gateway, listening, serving
 from turnlog.producers.gateway.prompts import TextTokens
@@ -170,9 +170,9 @@ class Rig:
         """Start a gateway and make it the one that requests go to; closing the stack stops it."""
         stack = await self._stack.enter_async_context(AsyncExitStack())
         self.held = log = HeldLog(self.memory.broker)
-        redactor = Redactor.of(self.settings)
+        redactor, keys = Redactor.of(self.settings), session_keys(self.settings)
         self.events = await stack.enter_async_context(
-            EventLog.open(log, self.registry, writer=instance, redactor=redactor)
+            EventLog.open(log, self.registry, writer=instance, keys=keys, redactor=redactor)
         )
         role = Role("gateway", instance, self.settings, log, self.events, self.blobs, Health("gateway"))
         listener = stack.enter_context(contextlib.closing(listening("127.0.0.1", 0, "[gateway] port")))

@@ -24,10 +24,10 @@ from turnlog.infra.run_folder import GATEWAY_KEY
 from turnlog.producers.gateway.engines import SILENCE_S, EnginePool, WeightRequirement
 from turnlog.producers.gateway.errors import NoEngine, Unauthorized
 from turnlog.producers.gateway.requests import Claims, SigningKeys, sign, verify
-from turnlog.producers.gateway_client import GatewayFailed, HttpResponse, refusal
+from turnlog.producers.gateway_client import GatewayFailed, HttpResponse, SessionOver, refusal
 from turnlog.schemas.events import EngineRegistered, FinishReason
 from turnlog.schemas.types import int32s
-from turnlog.settings import GatewaySettings, Settings
+from turnlog.settings import ErasureSettings, GatewaySettings, Settings
 
 QUESTION = {"role": "user", "content": "3 + 5 = ?"}
 
@@ -446,3 +446,25 @@ async def test_a_model_of_text_refuses_images_in_the_clients_shape(rig: Any) -> 
     assert (answer.status_code, error["code"], error["param"]) == (400, "images_not_served", "messages")
     assert "takes no images" in error["message"]
     assert await rig.written("TurnCompleted") == []
+
+
+async def test_what_is_written_for_an_erased_session_is_refused_as_gone(settings: Settings, model_folder: Path) -> None:
+    sealed = dataclasses.replace(settings, erasure=ErasureSettings(master_keys="0123456789abcdef"))
+    async with rigged(sealed, model_folder) as rig:
+        session = await rig.open()
+        assert (await rig.chat(session, [QUESTION])).status_code == 200
+        assert rig.events.keys is not None
+        await rig.events.keys.erase(session["session_id"], "an operator")
+        turn = await rig.chat(session, [QUESTION, {"role": "user", "content": "and 4 + 4?"}])
+        streamed = await rig.chat(session, [QUESTION, {"role": "user", "content": "or 5 + 4?"}], stream=True)
+        finished = await rig.finish(session, outcome="agent_error", reason="it has lost its way")
+        headers = {"authorization": f"Bearer {session['token']}"}
+        reward = {"value": 1.0, "evidence": {"seen": "it"}, "verifier": {"name": "v", "version": "1"}}
+        judged = await rig.http.post(f"/sessions/{session['session_id']}/reward", json=reward, headers=headers)
+        for answer in (turn, finished, judged):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (410, "session_erased"), answer.text
+            assert answer.headers["x-should-retry"] == "false"
+            told = refusal(HttpResponse(str(answer.url), answer.status_code, answer.content))
+            assert isinstance(told, SessionOver)
+        assert "session_erased" in streamed.text
+        assert [len(await rig.written(name)) for name in ("TurnCompleted", "RewardAssigned")] == [1, 0]

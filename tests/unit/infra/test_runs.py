@@ -24,6 +24,7 @@ from turnlog.infra.roles import Unreachable, is_unreachable
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role, RunPhase
 from turnlog.infra.roles.runs import (
+    WITHOUT_CONTENT,
     Configured,
     NotConfigured,
     OtherRun,
@@ -46,6 +47,7 @@ from turnlog.schemas.events import ALL, Event, RunConfigured, RunPlanned
 from turnlog.settings import (
     AssemblerSettings,
     BatcherSettings,
+    ErasureSettings,
     FeederSettings,
     FoldSettings,
     KafkaSettings,
@@ -239,6 +241,26 @@ async def test_other_recorded_values_are_refused_key_by_key_and_operational_ones
     nearer = dataclasses.replace(OURS, assembler=AssemblerSettings(horizon_records=9, commit_interval_s=2.0))
     with pytest.raises(OtherSettings, match=r"ours': assembler.horizon_records was recorded as 20000 and is 9 here:"):
         await load_configuration(await connect(nearer))
+
+
+async def test_a_role_keeps_to_the_choice_of_its_run_to_encrypt_content(connect: Connect) -> None:
+    sealed = dataclasses.replace(OURS, erasure=ErasureSettings(master_keys="0123456789abcdef"))
+    await configure(await connect(OURS))
+    for look in (configure, load_configuration):
+        with pytest.raises(OtherSettings, match=r"was configured without it.*unset it"):
+            await look(await connect(sealed))
+
+
+async def test_a_role_without_the_master_key_of_a_run_ends_unless_it_reads_no_content(connect: Connect) -> None:
+    sealed = dataclasses.replace(OURS, erasure=ErasureSettings(master_keys="0123456789abcdef"))
+    await configure(await connect(sealed))
+    for look in (configure, load_configuration):
+        with pytest.raises(OtherSettings, match=r"encrypts the content .* TURNLOG_ERASURE_MASTER_KEYS_FILE"):
+            await look(await connect(OURS))
+    assert await load_configuration(await connect(sealed)) is not None
+    for name in WITHOUT_CONTENT:
+        role = dataclasses.replace(await connect(OURS), name=name)
+        assert await load_configuration(role) is not None
 
 
 async def test_a_key_that_each_role_took_from_its_own_settings_is_still_taken_from_there(connect: Connect) -> None:

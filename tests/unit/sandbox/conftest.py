@@ -21,7 +21,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Partition
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
-from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.role import Role, session_keys
 from turnlog.infra.topics_admin import apply
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
@@ -43,7 +43,7 @@ from turnlog.schemas.events import (
 )
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import DEAD_LETTERS, TOOL_CALLS, TOOL_RESULTS
-from turnlog.settings import KafkaSettings, RunSettings, Settings
+from turnlog.settings import ErasureSettings, KafkaSettings, RunSettings, Settings
 
 LOG_EPOCH = 1_700_000_001.0
 """Seconds; the log in memory counts its milliseconds from just before."""
@@ -126,7 +126,7 @@ class House:
         uid = next(FIRST_UIDS)
         async with AsyncExitStack() as stack:
             events = await stack.enter_async_context(
-                EventLog.open(log, self.registry, writer="worker", blobs=self.blobs)
+                EventLog.open(log, self.registry, writer="worker", blobs=self.blobs, keys=session_keys(self.settings))
             )
             egress = None
             if self.settings.egress.allow:
@@ -265,10 +265,11 @@ class House:
         }
 
 
-@pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
+@asynccontextmanager
+async def housed(folder: Path, master_keys: str = "") -> AsyncIterator[House]:
     """An empty log."""
     settings = Settings(
+        erasure=ErasureSettings(master_keys=master_keys),
         run=RunSettings(id="run"),
         kafka=KafkaSettings(rollouts=2),
         sandbox=SandboxSettings(backend="subprocess", wall_s=10.0),
@@ -276,5 +277,12 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
     log = MemoryLog()
     await apply(log, settings)
     registry = MemoryRegistry()
-    async with EventLog.open(log, registry, writer="test") as events:
-        yield House(log, events, registry, settings, tmp_path)
+    async with EventLog.open(log, registry, writer="test", keys=session_keys(settings)) as events:
+        yield House(log, events, registry, settings, folder)
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    """See housed."""
+    async with housed(tmp_path) as house:
+        yield house

@@ -14,6 +14,7 @@ from turnlog.schemas.topics import (
     ENGINES,
     INLINE_LIMIT_BYTES,
     MAX_MESSAGE_BYTES,
+    SESSION_KEYS,
     TOPIC_OF,
     Topic,
 )
@@ -51,9 +52,9 @@ def test_units_share_a_key_and_a_count() -> None:
 
 
 @each("topic", CATALOGUE, ids=lambda topic: topic.name)
-def test_nothing_expires_and_nothing_is_compacted(topic: Topic) -> None:
-    config = topic.config()
-    assert (config["cleanup.policy"], config["retention.ms"], config["retention.bytes"]) == ("delete", "-1", "-1")
+def test_nothing_expires_and_only_the_keys_of_sessions_are_compacted(topic: Topic) -> None:
+    config, policy = topic.config(), "compact" if topic is SESSION_KEYS else "delete"
+    assert (config["cleanup.policy"], config["retention.ms"], config["retention.bytes"]) == (policy, "-1", "-1")
 
 
 def test_a_record_with_every_payload_inline_fits_a_message() -> None:

@@ -64,7 +64,7 @@ async def test_requests_go_out_there_and_are_recorded_here(serving: Serving, out
 
 
 async def test_what_a_worker_would_let_pass_is_refused_by_the_rules_of_both(
-    settings: EgressSettings, origin: Origin
+    settings: EgressSettings, origin: Origin, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As one would that agents' code has taken over: it has the key, and asks as it likes."""
     allow = (f"GET http://origin.test:{origin.port}/public/*", "GET http://inside.test/*")
@@ -89,6 +89,8 @@ async def test_what_a_worker_would_let_pass_is_refused_by_the_rules_of_both(
             address, f"CONNECT origin.test:{origin.tls_port} HTTP/1.1", token
         )
     assert [request for request, _, _ in origin.seen] == ["GET /public/mine"]
+    assert f"refused (rule): GET origin.test:{origin.port} of call call" in caplog.text
+    assert "/public" not in caplog.text, "paths are content of a session"
 
 
 async def asked(address: str, line: str, token: str) -> bytes:
