@@ -60,6 +60,7 @@ ANSWER = "said.name" + "@mail.example"
 EVIDENCE = "judged.name" + "@mail.example"
 INPUTS, OUTPUTS = (TASK, OUTPUT), (ARGUMENT, ANSWER)
 PRINTS = "print('@mail.example'.join(('printed.name', '')))"
+PYTHON = {"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}
 OFFERED = types.SimpleNamespace()
 """`source`: what the installed package offers."""
 
@@ -79,7 +80,7 @@ class Leaky(Recipe):
     def task(self, row: TaskRow) -> Task:
         return Task(
             id="t", row=row, messages=({"role": "user", "content": row["prompt"]},), verifier=self.verifier,
-            environment=self.environment, sandbox_tools=("python",),
+            environment=self.environment, tools=(PYTHON,), sandbox_tools=("python",),
         )  # fmt: skip
 
 
@@ -182,7 +183,7 @@ async def test_no_topic_and_no_log_line_holds_a_planted_secret(
     settings = replace(
         settings,
         redaction=RedactionSettings(inputs=inputs, outputs=outputs),
-        feeder=replace(settings.feeder, recipe="leaky", dataset=str(tasks), group_size=2, draws=1),
+        feeder=replace(settings.feeder, recipe="leaky", dataset=str(tasks), group_size=2, draws=1, max_new_tokens=200),
         batcher=replace(settings.batcher, prompts_per_draw=1),
     )
     tokens = TextTokens(Path(settings.model.path))
