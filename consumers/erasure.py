@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from turnlog.consumers.erasure_objects import SessionObjects, delete_objects, find_objects
 from turnlog.consumers.replay.source import Inputs, LoneGroup, NothingToReplay, Skips, recorded_run
 from turnlog.infra.access.audit import audit_command
-from turnlog.infra.archive import ArchiveLog, NoArchive, archive_name
-from turnlog.infra.history import events, partitions, recorded_erasures, records
+from turnlog.infra.archive import NoArchive
+from turnlog.infra.history import archive_role, events, partitions, recorded_erasures, records
 from turnlog.infra.log import Partition, partition_of
 from turnlog.infra.roles.role import Role, RunPhase
 from turnlog.infra.roles.runs import Life, is_encrypted, life, nothing_recorded
@@ -188,11 +188,9 @@ async def _sources(role: Role) -> list[Role]:
     if not any(starts.values()):
         return [role]
     try:
-        log = await ArchiveLog.open(role.blobs, archive_name(role.settings))
+        return [await archive_role(role), role]
     except NoArchive:
         return [role]
-    archived = log.events(writer=role.instance, keys=role.events.keys)
-    return [dataclasses.replace(role, log=log, events=archived), role]
 
 
 async def _find(sources: Sequence[Role], session_id: str) -> list[Event]:

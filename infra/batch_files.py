@@ -10,6 +10,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -69,12 +70,11 @@ def write_rows(rows: BatchRows, cipher: ContentCipher | None = None) -> bytes:
 def _sealed_table(rows: BatchRows, cipher: ContentCipher) -> pa.Table:
     heads: list[bytes] = []
     ids, logprobs = rows.token_ids.copy(), rows.logprobs.copy()
-    for row, start in enumerate(rows.starts.tolist()):
-        end = start + int(rows.lengths[row])
-        parts = (ids[start:end].tobytes(), logprobs[start:end].tobytes())
+    for row, own in enumerate(_slices(rows)):
+        parts = _values((ids, logprobs), own)
         head, sealed = cipher.encrypt(rows.session_ids[row], _about(rows.sample_ids[row]), parts)
         heads.append(head)
-        _put_values(ids[start:end], logprobs[start:end], sealed)
+        _put_values((ids, logprobs), own, sealed)
     table = rows_table(dataclasses.replace(rows, token_ids=ids, logprobs=logprobs))
     return table.append_column(SEALED, pa.array(heads, pa.binary(HEAD_BYTES)))
 
@@ -84,10 +84,22 @@ def _about(sample_id: str) -> bytes:
     return f"batch({sample_id})".encode()
 
 
-def _put_values(ids: NDArray[np.int32], logprobs: NDArray[np.float32], content: bytes) -> None:
-    """Replace the values of a row by those in `content`: first the token ids, then the log-probs."""
-    ids[:] = np.frombuffer(content, ids.dtype, len(ids))
-    logprobs[:] = np.frombuffer(content, logprobs.dtype, len(logprobs), ids.nbytes)
+def _slices(rows: BatchRows) -> Iterator[slice]:
+    """Yield the place of each row in the columns of tokens."""
+    return map(slice, rows.starts.tolist(), (rows.starts + rows.lengths).tolist())
+
+
+def _values(columns: Iterable[NDArray[Any]], own: slice) -> list[bytes]:
+    """Return the values of a row, column by column."""
+    return [column[own].tobytes() for column in columns]
+
+
+def _put_values(columns: Iterable[NDArray[Any]], own: slice, content: bytes) -> None:
+    """Replace the values of a row by those in `content`, as `_values` gave them."""
+    count, start = own.stop - own.start, 0
+    for column in columns:
+        column[own] = np.frombuffer(content, column.dtype, count, start)
+        start += count * column.itemsize
 
 
 def _decrypt_rows(rows: BatchRows, heads: Sequence[bytes], cipher: ContentCipher | None) -> OpenedRows:
@@ -96,12 +108,11 @@ def _decrypt_rows(rows: BatchRows, heads: Sequence[bytes], cipher: ContentCipher
         raise MasterKeyMissing("the tokens of a batch file are encrypted")
     ids, logprobs = rows.token_ids.copy(), rows.logprobs.copy()
     erased = np.zeros(len(rows), bool)
-    for row, start in enumerate(rows.starts.tolist()):
-        end = start + int(rows.lengths[row])
-        parts = (ids[start:end].tobytes(), logprobs[start:end].tobytes())
+    for row, own in enumerate(_slices(rows)):
+        parts = _values((ids, logprobs), own)
         content = cipher.decrypt(_about(rows.sample_ids[row]), heads[row], parts)
         erased[row] = content is None
-        _put_values(ids[start:end], logprobs[start:end], content or bytes(8 * (end - start)))
+        _put_values((ids, logprobs), own, content or bytes(sum(map(len, parts))))
     return OpenedRows(dataclasses.replace(rows, token_ids=ids, logprobs=logprobs), erased)
 
 
@@ -146,7 +157,7 @@ def write_tokens(
         heads = {}
         for number, own in _runs(row):
             sample = rows.sample_ids[number]
-            parts = [column[own].tobytes() for column in values.values()]
+            parts = _values(values.values(), own)
             try:
                 head, sealed = cipher.encrypt(rows.session_ids[number], _about_tokens(sample, values), parts)
             except SessionIsErased:  # while the step was computed
@@ -154,7 +165,7 @@ def write_tokens(
                     column[own] = np.nan
                 continue
             heads[sample] = head.hex()
-            _put_columns(values.values(), own, sealed)
+            _put_values(values.values(), own, sealed)
         metadata = {SEALED: json.dumps(heads)}
     columns: dict[str, pa.Array] = {
         "sample_id": pa.DictionaryArray.from_arrays(pa.array(row), pa.array(rows.sample_ids, pa.string())),
@@ -187,11 +198,11 @@ def read_tokens(content: bytes, samples: Sequence[str], cipher: ContentCipher | 
         sample = known[code]
         if sample not in heads:
             continue
-        parts = [column[own].tobytes() for column in values.values()]
+        parts = _values(values.values(), own)
         opened = cipher.decrypt(_about_tokens(sample, values), bytes.fromhex(heads[sample]), parts)
         if opened is None:
             opened = np.full(sum(map(len, parts)) // 4, np.nan, "<f4").tobytes()
-        _put_columns(values.values(), own, opened)
+        _put_values(values.values(), own, opened)
     for name, column in values.items():
         table = table.set_column(table.column_names.index(name), name, pa.array(column, pa.float32()))
     return table
@@ -207,13 +218,6 @@ def _runs(numbers: NDArray[np.int32]) -> Iterator[tuple[int, slice]]:
 def _about_tokens(sample_id: str, figures: Iterable[str]) -> bytes:
     """Return what is authenticated with the values of a row's tokens."""
     return f"tokens({','.join(figures)}){sample_id}".encode()
-
-
-def _put_columns(columns: Iterable[NDArray[np.float32]], own: slice, content: bytes) -> None:
-    """Replace the values of a row by those in `content`, column by column."""
-    count = own.stop - own.start
-    for number, column in enumerate(columns):
-        column[own] = np.frombuffer(content, "<f4", count, 4 * count * number)
 
 
 def read_rows(content: bytes) -> BatchRows:

@@ -137,8 +137,7 @@ class EventLog:
         if self._blobs is not None:
             event = await externalize_payloads(event, self._blobs)
         headers = self.headers(event, output_tokens=output_tokens)
-        value = self.codec.encode(event) if self.keys is None else await self.encode(event)
-        return await self._appender.submit(topic.name, topic.key_of(event), value, headers=headers)
+        return await self._appender.submit(topic.name, topic.key_of(event), await self.encode(event), headers=headers)
 
     async def _refresh_keys(self, topic: str) -> None:
         """Look which sessions were erased, if that is due, for a record of a topic with content. Processes that handle

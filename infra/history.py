@@ -11,11 +11,13 @@ Whole topics are read from `role.log`, which is either the topics or an archive,
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from turnlog.infra.archive import ArchiveLog, archive_name
 from turnlog.infra.event_log import EventLog, check_written, is_configuration
 from turnlog.infra.log import Log, Partition, Reader, Record
 from turnlog.infra.roles.role import Role
@@ -60,6 +62,13 @@ async def read_range(
 
 EVERY_RUN = "any"
 """Matches the events of every run where run ids are expected."""
+
+
+async def archive_role(role: Role) -> Role:
+    """Return the role as a reader of the archive of its run, in place of the topics. Raises NoArchive, ArchiveDamaged,
+    StoreUnavailable."""
+    log = await ArchiveLog.open(role.blobs, archive_name(role.settings))
+    return dataclasses.replace(role, log=log, events=log.events(writer=role.instance, keys=role.events.keys))
 
 
 async def recorded_erasures(

@@ -222,17 +222,17 @@ def _erased_bytes(field: ContentField, length: int) -> ErasedBytes:
 
 def holds_erased(event: Any) -> bool:
     """Return whether content of the event was erased."""
-    return any(
-        is_erased(value) if field.inner is None else any(map(holds_erased, value))
-        for field in content_fields(event.__class__)
-        for value in (getattr(event, field.name),)
-    )
+    return _any_content(event, is_erased)
 
 
 def holds_content(event: Any) -> bool:
     """Return whether a content field of the event is not empty, references included."""
+    return _any_content(event, bool)
+
+
+def _any_content(event: Any, test: Callable[[Any], bool]) -> bool:
     return any(
-        bool(value) if field.inner is None else any(map(holds_content, value))
+        test(value) if field.inner is None else any(_any_content(one, test) for one in value)
         for field in content_fields(event.__class__)
         for value in (getattr(event, field.name),)
     )

@@ -21,9 +21,10 @@ from turnlog.consumers.index import RecordGone
 from turnlog.consumers.index.reader import Index, Row, SessionView, where_of
 from turnlog.consumers.index.schema import place_of, standing
 from turnlog.consumers.replay.source import recorded_run
-from turnlog.infra.archive import ArchiveLog, NoArchive, archive_name
+from turnlog.infra.archive import NoArchive
 from turnlog.infra.blobs import inlined
 from turnlog.infra.event_log import EventLog
+from turnlog.infra.history import archive_role
 from turnlog.infra.log import Log, Partition, Record
 from turnlog.infra.roles.role import Role
 from turnlog.processors.core.batches.draws import DrawRules, PlacedSample, trim
@@ -99,10 +100,10 @@ async def events_at(role: Role, places: Iterable[int]) -> dict[int, Event]:
     found = await _read(role.log, role.events, live)
     if any(pruned.values()):
         try:
-            archive = await ArchiveLog.open(role.blobs, archive_name(role.settings))
+            archived = await archive_role(role)
         except NoArchive as error:
             raise RecordGone(f"{_first_position(pruned)} is pruned from its topic: {error}") from error
-        found |= await _read(archive, archive.events(writer=role.instance, keys=role.events.keys), pruned)
+        found |= await _read(archived.log, archived.events, pruned)
     return {place: await inlined(event, role.blobs) for place, event in found.items()}
 
 

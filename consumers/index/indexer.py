@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import sqlite3
 import time
@@ -31,7 +30,8 @@ from turnlog.consumers.index.reader import path_of
 from turnlog.consumers.index.rows import IndexRows, Values, as_json, origin_row
 from turnlog.consumers.index.schema import SCHEMA_VERSION, place_of, standing
 from turnlog.consumers.replay.source import recorded_run
-from turnlog.infra.archive import ArchiveLog, NoArchive, archive_name
+from turnlog.infra.archive import ArchiveLog, NoArchive
+from turnlog.infra.history import archive_role
 from turnlog.infra.log import Partition, Reader, Record
 from turnlog.infra.roles.loop import repeat
 from turnlog.infra.roles.measures import STAGE_S
@@ -615,20 +615,11 @@ async def _index(role: Role, path: Path, run: Configured, work: Callable[[Indexe
                 log.warning("%s: building it anew", erased)
                 _remove(path)
                 source, archived = role, False
-            except IndexBehind:
-                archive = await _archive_role(role)
-                if archived or source is not role or archive is None:
+            except IndexBehind as behind:
+                if archived or source is not role or isinstance(role.log, ArchiveLog):
                     raise
+                try:
+                    source = await archive_role(role)
+                except NoArchive:
+                    raise behind from None
                 log.warning("%s: reading the archive first, because the topics are pruned", path)
-                source = archive
-
-
-async def _archive_role(role: Role) -> Role | None:
-    """Return a reader of the run's archive; None without one, or if the role reads it already."""
-    if isinstance(role.log, ArchiveLog):
-        return None
-    try:
-        archive = await ArchiveLog.open(role.blobs, archive_name(role.settings))
-    except NoArchive:
-        return None
-    return dataclasses.replace(role, log=archive, events=archive.events(writer=role.instance, keys=role.events.keys))

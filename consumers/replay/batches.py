@@ -142,13 +142,13 @@ async def batch_difference(
         return f"{where}: sample {missing.sample_id} is not at {place}, where the manifest says"
     held = recorded_version(manifest.trainer_version, manifest.lags)
     again = reform_batch(manifest.samples, samples, held, rules)
-    if any(holds_erased(placed.sample) for placed in samples.values()):
+    erased = any(holds_erased(placed.sample) for placed in samples.values())
+    if erased:
         again = _with_recorded_prefixes(manifest, again)
     if difference := _manifest_difference(manifest, again):
         return f"{where}: {difference}"
     if manifest.rows_version not in ROWS_VERSIONS:
         return f"{where}: its rows have version {manifest.rows_version}, which this release does not support"
-    erased = {name for name, placed in samples.items() if holds_erased(placed.sample)}
     sha256 = rows_sha256(again.rows, manifest.rows_version)
     if sha256 != manifest.rows_sha256 and not erased:
         return f"{where}: the rows hash to {sha256[:16]}, the manifest says {manifest.rows_sha256[:16]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import orjson
@@ -42,6 +43,17 @@ async def erase(rig: Rig, session: str) -> None:
     await rig.events.keys.erase(session, "an operator")
 
 
+@asynccontextmanager
+async def judged(rig: Rig) -> AsyncIterator[Bench]:
+    """All that is needed to judge an open session."""
+    async with GatewayClient(runner_settings(rig.settings, rig.url)) as gateway, client() as http:
+        wanted, task = dataclasses.replace(request("rollout-0"), task=orjson.dumps(TASK)), RECIPE.task(TASK)
+        yield Bench(
+            http=http, events=rig.events, gateway=gateway, results=ToolResults(), blobs=rig.blobs, request=wanted,
+            task=task, session=await gateway.open(wanted, task, 0), asked={},
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("erased", [True, False])
 async def test_a_rollout_ends_whose_session_is_erased(rig: Rig, erased: bool) -> None:
     session = ids.session_id("rollout-0", 0)
@@ -59,15 +71,11 @@ async def test_a_rollout_ends_whose_session_is_erased(rig: Rig, erased: bool) ->
 async def test_a_late_reward_of_an_erased_session_is_not_written_and_ends_nothing(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings, results = runner_settings(rig.settings, rig.url), ToolResults()
-    async with GatewayClient(settings) as gateway, client() as http:
-        wanted, task = dataclasses.replace(request("rollout-0"), task=orjson.dumps(TASK)), RECIPE.task(TASK)
-        session = await gateway.open(wanted, task, 0)
-        bench = Bench(
-            http=http, events=rig.events, gateway=gateway, results=results, blobs=rig.blobs, request=wanted, task=task,
-            session=session, asked={},
-        )  # fmt: skip
-        rollout = Rollout(wanted, RECIPE, settings.runner, gateway, rig.events, results, rig.blobs, http)
+    async with judged(rig) as bench:
+        session, settings = bench.session, runner_settings(rig.settings, rig.url)
+        rollout = Rollout(
+            bench.request, RECIPE, settings.runner, bench.gateway, rig.events, bench.results, rig.blobs, bench.http
+        )
         await erase(rig, session.session_id)
         late = FunctionVerifier("late", "1", lambda _: Verdict(1.0, {}, {"seen": "what it said"}))
         await rollout.settle(Owed(bench, late, EPISODE))
@@ -76,14 +84,8 @@ async def test_a_late_reward_of_an_erased_session_is_not_written_and_ends_nothin
 
 
 async def test_calls_that_judge_a_session_are_erased_with_it(rig: Rig) -> None:
-    settings, results = runner_settings(rig.settings, rig.url), ToolResults()
-    async with GatewayClient(settings) as gateway, client() as http:
-        wanted, task = dataclasses.replace(request("rollout-0"), task=orjson.dumps(TASK)), RECIPE.task(TASK)
-        session = await gateway.open(wanted, task, 0)
-        bench = Bench(
-            http=http, events=rig.events, gateway=gateway, results=results, blobs=rig.blobs, request=wanted, task=task,
-            session=session, asked={},
-        )  # fmt: skip
+    async with judged(rig) as bench:
+        session = bench.session
         judging = asyncio.create_task(bench.verdict(SandboxVerifier(name="tests", version="1", calls="true"), EPISODE))
         async with asyncio.timeout(30):
             while not (asked := await rig.written("ToolCallRequested")):
