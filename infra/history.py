@@ -17,7 +17,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, 
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from turnlog.infra.archive import ArchiveLog, archive_name
 from turnlog.infra.event_log import EventLog, check_written, is_configuration
 from turnlog.infra.log import Log, Partition, Reader, Record
 from turnlog.infra.roles.role import Role
@@ -67,6 +66,8 @@ EVERY_RUN = "any"
 async def archive_role(role: Role) -> Role:
     """Return the role as a reader of the archive of its run, in place of the topics. Raises NoArchive, ArchiveDamaged,
     StoreUnavailable."""
+    from turnlog.infra.archive import ArchiveLog, archive_name  # 0.1 s, which few readers of history need
+
     log = await ArchiveLog.open(role.blobs, archive_name(role.settings))
     return dataclasses.replace(role, log=log, events=log.events(writer=role.instance, keys=role.events.keys))
 
