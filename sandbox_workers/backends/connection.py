@@ -22,6 +22,7 @@ from turnlog.sandbox_workers.protocol import (
     Command,
     Execution,
     FileRefused,
+    Kind,
     OnOutput,
     OutputStream,
     SandboxDied,
@@ -225,6 +226,16 @@ class InitSandbox(InitFiles):
         return not changed
 
     async def exec(self, command: Command, limits: SandboxLimits, *, on_output: OnOutput | None = None) -> Execution:
+        found = await self._exec(command, limits, on_output)
+        if command.kind is Kind.session and found.status is ToolStatus.resource_limit and self.interpreter:
+            # Whether the init or the kernel enforces a limit first, and which process the kernel then kills, is a matter
+            # of timing. Whether the interpreter survives must not be.
+            with contextlib.suppress(SandboxDied):  # the sandbox is closed then, and the result stands
+                await self._ask({"op": "end"})
+            self.interpreter = False
+        return found
+
+    async def _exec(self, command: Command, limits: SandboxLimits, on_output: OnOutput | None) -> Execution:
         alive = self.interpreter
         request = init_wire.call(command, limits, alive=alive, prompt=on_output is not None)
         parts: dict[OutputStream, list[bytes]] = {OutputStream.stdout: [], OutputStream.stderr: []}

@@ -44,7 +44,8 @@ READY = frame({"ready": True})
 Answer = tuple[dict[str, Any], bytes]
 OPERATIONS = {
     "exec": "_exec", "read": "_read", "read_files": "_read_files", "write": "_write", "index": "_index",
-    "restore": "_restore", "reset": "_reset", "observed": "_answer_observables", "health": "_health",
+    "restore": "_restore", "reset": "_reset", "end": "_end_session", "observed": "_answer_observables",
+    "health": "_health",
 }  # fmt: skip
 """Methods of Service by the operation that they serve."""
 
@@ -235,6 +236,10 @@ class Service:
     def _health(self, _: dict[str, Any], __: bytes) -> Answer:
         alive = self.interpreter is not None and self.interpreter.hold()
         return {"healthy": True, "interpreter": alive}, b""
+
+    def _end_session(self, _: dict[str, Any], __: bytes) -> Answer:
+        self._end()
+        return {}, b""
 
     def _end(self) -> None:
         """End the interpreter and what it has started."""

@@ -88,7 +88,7 @@ async def test_servers_end_with_their_interpreter(sandbox: Sandbox, limits: Sand
 
 async def test_a_server_counts_against_the_limits_of_calls(sandbox: Sandbox, limited: Limited) -> None:
     take = "x = bytearray(600 << 20); import time; time.sleep(9)"
-    greedy = f"import subprocess, time\nsubprocess.Popen(['python3', '-c', {take!r}])\ntime.sleep(9)"
+    greedy = f"import subprocess\nsubprocess.run(['python3', '-c', {take!r}])"
     answer = await sandbox.exec(source(greedy), limited(memory_bytes=300 << 20))
     assert (answer.status, answer.reason) == (ToolStatus.resource_limit, "memory_bytes")
     assert not sandbox.interpreter

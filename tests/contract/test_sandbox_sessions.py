@@ -143,6 +143,7 @@ TOO_MUCH = (
     ("x = []\nwhile len(x) < 500: x.append(bytearray(1 << 20))", {}, ToolStatus.resource_limit, "memory_bytes"),
     ("while True: print('x' * 1000)", {}, ToolStatus.resource_limit, "output_bytes"),
     (FORKS, {}, ToolStatus.resource_limit, "pids"),
+    ("print('x' * 5000)", {}, ToolStatus.resource_limit, "output_bytes"),  # it has ended when the limit is seen
 )
 
 

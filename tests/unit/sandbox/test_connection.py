@@ -241,6 +241,16 @@ async def test_what_the_kernel_stopped_is_that_limit_whoever_it_killed(program: 
     assert kernel.seen == [pid, pid, LIMITS, "closed"]
 
 
+async def test_a_limit_that_the_kernel_met_by_killing_a_child_ends_the_interpreter_too() -> None:
+    program = f"say({DONE | {'interpreter': True}})\nassert json.loads(heard())['op'] == 'end'; say({{}})\nheard()"
+    sandbox = await saying(READY + program, kernel := Kernel("memory_bytes"))
+    answer = await sandbox.exec(Command(kind=Kind.session, source="1"), LIMITS)
+    assert (answer.status, answer.reason) == (ToolStatus.resource_limit, "memory_bytes")
+    assert not sandbox.interpreter
+    assert "closed" not in kernel.seen
+    await sandbox.close()
+
+
 async def test_bounds_that_cannot_be_set_are_no_calls_doing() -> None:
     class Gone(Kernel):
         def begin(self, limits: SandboxLimits) -> None:
