@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from turnlog.consumers.erasure_objects import SessionObjects, delete_objects, find_objects
@@ -132,19 +133,16 @@ async def erase(role: Role, plan: Erasure, *, by: str, patience_s: float = PATIE
     """Erase the session and return what is left, which is nothing but objects that wait. May be repeated after an
     interruption anywhere. Raises NotErasable, AuditUnavailable, and what `plan_erasure` raises."""
     await audit_command(role, "act", "session", (plan.session_id,), "erase")
-    clock = asyncio.get_running_loop().time
-    deadline = clock() + patience_s
+    seen: dict[Partition, int] | None = None
+    deadline = math.inf
     while not plan.is_recorded or (plan.keys and plan.waits_for):
         if not plan.is_recorded:
             await role.events.append(dataclasses.replace(plan.structure, by=by))
-        elif clock() > deadline:
-            raise NotErasable(
-                f"session {plan.session_id} cannot be erased yet: the assembler has not written {plan.waits_for[0]}, "
-                "which it derives from the content; start it (`turnlog up`, or `turnlog role assembler`) and repeat "
-                "the command"
-            )
-        else:
-            await asyncio.sleep(POLL_S)  # poll: another process's records cannot be awaited
+        elif seen is not None:
+            deadline = min(deadline, asyncio.get_running_loop().time() + patience_s)
+            if not await _have_moved(role, seen, deadline):
+                raise NotErasable(_behind(plan))
+        seen = await role.log.end_offsets(_output_places(role, plan.group_id))
         plan = await plan_erasure(role, plan.session_id, objects=False)
     assert role.events.keys is not None, "it could be planned"
     await role.events.keys.erase(plan.session_id, by)
@@ -154,6 +152,23 @@ async def erase(role: Role, plan: Erasure, *, by: str, patience_s: float = PATIE
     left = await delete_objects(role.blobs, plan.objects.deletable)
     objects = dataclasses.replace(plan.objects, deletable=(), waiting=(*left, *plan.objects.waiting))
     return dataclasses.replace(await plan_erasure(role, plan.session_id, objects=False), objects=objects)
+
+
+def _behind(plan: Erasure) -> str:
+    return (
+        f"session {plan.session_id} cannot be erased yet: the assembler has not written {plan.waits_for[0]}, which it "
+        "derives from the content; start it (`turnlog up`, or `turnlog role assembler`) and repeat the command"
+    )
+
+
+async def _have_moved(role: Role, ends: Mapping[Partition, int], deadline: float) -> bool:
+    """Wait until a partition has another end offset than in `ends`. Return False if none has at the deadline. A plan
+    reads whole topics, so it is not made anew before there is something new to read."""
+    while asyncio.get_running_loop().time() < deadline:
+        if await role.log.end_offsets(list(ends)) != ends:
+            return True
+        await asyncio.sleep(POLL_S)  # poll: another process's records cannot be awaited
+    return False
 
 
 async def rewrap(role: Role) -> int:
@@ -303,15 +318,20 @@ async def _missing(sources: Sequence[Role], started: SessionStarted, outputs: Se
         for event in outputs
         if getattr(event, "session_id", session_id) == session_id
     }
-    unit = _unit(sources[-1], group_id)
-    places = [Partition(topic.name, unit) for topic in (topics.TREES, topics.SAMPLES, topics.GROUP_SCORES)]
-    places = [place for place in places if place in partitions(sources[-1], topics.BY_NAME[place.topic])]
+    places = _output_places(sources[-1], group_id)
     for source in sources:
         async for record in records(source, places, await source.log.end_offsets(places)):
             if record.key == group_id.encode():
                 event = await source.events.decode_known(record)
                 wanted.pop(getattr(event, "event_id", ""), None)
     return tuple(wanted.values())
+
+
+def _output_places(role: Role, group_id: str) -> list[Partition]:
+    """Return the partitions to which the assembler writes what it derives from the group."""
+    unit = _unit(role, group_id)
+    places = [Partition(topic.name, unit) for topic in (topics.TREES, topics.SAMPLES, topics.GROUP_SCORES)]
+    return [place for place in places if place in partitions(role, topics.BY_NAME[place.topic])]
 
 
 async def _batches(role: Role, session_id: str) -> tuple[int, ...]:
