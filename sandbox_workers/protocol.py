@@ -218,8 +218,8 @@ class ImageCommand:
 @dataclass(frozen=True, slots=True)
 class Execution:
     """Result of one run of a command. Every process of the command is dead when this exists. The persistent interpreter
-    of a `session` command is the exception: if the command ended by itself within its limits, its interpreter is stopped,
-    not dead."""
+    of a `session` command is the exception: if the command ended by itself within its limits, its interpreter is
+    stopped, not dead."""
 
     status: ToolStatus
     reason: str

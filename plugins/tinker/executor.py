@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, asynccontextmanager
@@ -193,8 +192,8 @@ class Executor:
     async def take_snapshot(self) -> None:
         """Store the state of all models, and record it. Raises StoreUnavailable, LogError."""
         executed = self._executed
-        with tempfile.TemporaryDirectory(prefix="turnlog-tenants-") as scratch:
-            folder = Path(scratch) / "snapshot"
+        with self._snapshots.scratch.folder() as scratch:
+            folder = scratch / "snapshot"
             await self._compute(self._learner.snapshot, folder)
             prefix, files = await self._snapshots.store(folder, executed)
         run_id = self._role.settings.run.id
@@ -271,8 +270,8 @@ class Executor:
         if path in self._history.saved and not about["overwrite"]:
             raise CommandFailed(f"{path} exists: choose another name, or set overwrite")
         model = self._history.models.get(event.model_id)
-        with tempfile.TemporaryDirectory(prefix="turnlog-tenants-") as scratch:
-            folder = Path(scratch) / "saved"
+        with self._snapshots.scratch.folder() as scratch:
+            folder = scratch / "saved"
             if kind == "weights":
                 await self._compute(self._learner.save, event.model_id, folder, optimizer=True)
             else:
@@ -295,8 +294,8 @@ class Executor:
         else:
             source = self._loadable(event, about["path"]).request_id
         saved = decode_json((await self._server.result_of(source)).answer)
-        with tempfile.TemporaryDirectory(prefix="turnlog-tenants-") as scratch:
-            folder = Path(scratch) / "saved"
+        with self._snapshots.scratch.folder() as scratch:
+            folder = scratch / "saved"
             await fetch_files(self._role.blobs, (await self._server.result_of(source)).files, folder)
             created = event.sequence < 0 and "seed" in about
             if created:

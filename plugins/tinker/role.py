@@ -24,7 +24,7 @@ from turnlog.plugins.tinker.engines import AdapterFleet
 from turnlog.plugins.tinker.executor import Executor
 from turnlog.plugins.tinker.results import ServerLog
 from turnlog.plugins.tinker.sampling import SampleRunner
-from turnlog.plugins.tinker.snapshots import SnapshotStore
+from turnlog.plugins.tinker.snapshots import Scratch, SnapshotStore
 from turnlog.settings import Settings
 from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.launch import process_group
@@ -66,7 +66,7 @@ async def main(role: Role) -> None:
     settings = role.settings
     check_keys(settings)
     await configure(role)
-    own = settings.tinker
+    own, directory = settings.tinker, Path(settings.run.directory)
     with contextlib.closing(listening(own.host, own.port, "[tinker] host or port")) as listener:
         async with contextlib.AsyncExitStack() as stack:
             transactor = await stack.enter_async_context(
@@ -74,14 +74,18 @@ async def main(role: Role) -> None:
             )
             server = ServerLog(role, transactor)
             await server.load()
-            snapshots = SnapshotStore(role.blobs, await folder_of(role, owned=True))
+            folder = await folder_of(role, owned=True)
+            snapshots = SnapshotStore(role.blobs, folder, Scratch(directory / "tinker-scratch"))
             executor = await stack.enter_async_context(Executor.open(role, server, snapshots, open_learner))
             await executor.restore()
             work = [server.follow(), server.write(), executor.run()]
             if settings.engine.urls:
-                folder = Path(settings.run.directory) / "tinker-adapters"
                 fleet = AdapterFleet.connect(
-                    settings.engine, role.blobs, folder, most=own.max_adapters, timeout_s=settings.loader.timeout_s
+                    settings.engine,
+                    role.blobs,
+                    directory / "tinker-adapters",
+                    most=own.max_adapters,
+                    timeout_s=settings.loader.timeout_s,
                 )
                 stack.push_async_callback(fleet.close)
                 work.append(SampleRunner(role, server, fleet).run())

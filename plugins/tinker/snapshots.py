@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import shutil
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs
@@ -25,10 +26,29 @@ def files_below(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+class Scratch:
+    """Temporary folders of the server, in one folder, so that a server removes those of one that was killed."""
+
+    def __init__(self, root: Path) -> None:
+        """Remove what is in `root`; the server that used it is dead or fenced. Raises OSError."""
+        shutil.rmtree(
+            root, ignore_errors=True
+        )  # one that is fenced may write for a moment: the next start removes that
+        root.mkdir(parents=True, exist_ok=True)
+        self._root = root
+
+    @contextmanager
+    def folder(self) -> Iterator[Path]:
+        """Yield an empty folder, which is removed afterwards. Raises OSError."""
+        with tempfile.TemporaryDirectory(dir=self._root) as folder:
+            yield Path(folder)
+
+
 class SnapshotStore:
     """The snapshots of a run, below `run_folder` of the store."""
 
-    def __init__(self, blobs: Blobs, run_folder: str) -> None:
+    def __init__(self, blobs: Blobs, run_folder: str, scratch: Scratch) -> None:
+        self.scratch = scratch
         self._blobs, self._prefix = blobs, f"{run_folder}/{FOLDER}/" if run_folder else f"{FOLDER}/"
 
     async def store(self, folder: Path, executed: int) -> tuple[str, tuple[WeightFile, ...]]:
@@ -45,9 +65,9 @@ class SnapshotStore:
     async def newest(self, snapshots: Sequence[TenantStateSaved]) -> AsyncIterator[tuple[int, Path | None]]:
         """Yield the number of commands before the newest snapshot that is whole, and a folder with its files; 0 and
         None if there is none. Raises StoreUnavailable."""
-        with tempfile.TemporaryDirectory(prefix="turnlog-tenants-") as scratch:
+        with self.scratch.folder() as scratch:
             for snapshot in reversed(snapshots):
-                folder = Path(scratch) / str(snapshot.executed)
+                folder = scratch / str(snapshot.executed)
                 if await self._fetch(snapshot, folder):
                     yield snapshot.executed, folder
                     return

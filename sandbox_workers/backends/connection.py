@@ -228,8 +228,8 @@ class InitSandbox(InitFiles):
     async def exec(self, command: Command, limits: SandboxLimits, *, on_output: OnOutput | None = None) -> Execution:
         found = await self._exec(command, limits, on_output)
         if command.kind is Kind.session and found.status is ToolStatus.resource_limit and self.interpreter:
-            # Whether the init or the kernel enforces a limit first, and which process the kernel then kills, is a matter
-            # of timing. Whether the interpreter survives must not be.
+            # Timing decides whether the init or the kernel enforces a limit first, and which process the kernel kills.
+            # It must not decide whether the interpreter survives.
             with contextlib.suppress(SandboxDied):  # the sandbox is closed then, and the result stands
                 await self._ask({"op": "end"})
             self.interpreter = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,6 +98,19 @@ async def fresh(settings: Settings) -> TinkerWorld:
     world = TinkerWorld(settings)
     await apply(world.log, settings)
     return world
+
+
+async def test_a_restart_removes_the_temporary_files_of_a_server_that_was_killed(
+    tinker_world: TinkerWorld, tinker_settings: Settings, api: ApiClient
+) -> None:
+    left = Path(tinker_settings.run.directory) / "tinker-scratch" / "left" / "snapshot"
+    left.mkdir(parents=True)
+    async with tinker_world.life():
+        model = await api.model(await api.session())
+        await api.result(await api.train(model, 1))
+        assert not left.parent.exists()
+        await api.result(await api.post("save_weights", {"model_id": model, "path": "one", "seq_id": 2}))
+    assert not list(left.parent.parent.iterdir()), "what is saved leaves nothing"
 
 
 async def test_a_restart_without_snapshots_executes_everything_again(
