@@ -55,7 +55,7 @@ from turnlog.plugins.dashboard.provider_login import (
     continue_at,
     simple_page,
 )
-from turnlog.plugins.dashboard.rights import client_of, is_open
+from turnlog.plugins.dashboard.rights import RIGHTS, client_of, is_open
 from turnlog.secret_files import SecretUnusable
 from turnlog.settings import AccessRole
 
@@ -277,7 +277,7 @@ class Guard:
             self._check_host(request)
             visitor = await self._visitor(request)
             scope.setdefault("state", {})["visitor"] = visitor
-            self._check(request, visitor)
+            await self._check(request, visitor)
             answer = await self._own_answer(request, visitor)
             if answer is None:
                 await self._pages(scope, receive, _with_headers(send, path))
@@ -349,13 +349,16 @@ class Guard:
         if request.method not in ("GET", "HEAD", "POST"):
             raise Refused(405, f"{request.method[:20]} is not served")
 
-    def _check(self, request: Request, visitor: Visitor) -> None:
-        """Check login and origin. Raises Refused."""
+    async def _check(self, request: Request, visitor: Visitor) -> None:
+        """Check login and origin, and record an action that lacks a login. Raises Refused, AuditUnavailable."""
         if visitor.person.role is None and not is_open(request.scope["path"]):
             raise NotLoggedIn
         if request.method == "POST":
             self._check_origin(request)
             if not visitor.logged_in:
+                right = RIGHTS.get(("POST", request.scope["path"]))
+                if right is not None and right.kind:
+                    await self._trail.record(visitor.person, right.attempt(request, {}, allowed=False))
                 raise Refused(403, "log in first: `turnlog dashboard link` prints a single-use link")
 
     def _check_origin(self, request: Request) -> None:

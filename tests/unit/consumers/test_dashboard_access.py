@@ -392,8 +392,12 @@ async def test_an_action_is_recorded_with_what_it_acted_on(fresh: ToldRun) -> No
             await client.post(path, data=form | {name: path}, headers=origin)
         answer = await client.post("/logins/end", data={"subject": "bob"}, headers=origin)
         assert answer.status_code == 403, "a form without its token is no action"
-    acts = [each.about for each in await audited(fresh) if each.action == "act"]
-    assert acts == [(path,) for path in fields]
+        header = origin | {"authorization": f"Bearer {'owner' * 8}"}
+        answer = await client.post("/logins/end", data=form | {"subject": "bob"}, headers=header)
+        assert answer.status_code == 403, "a token of a program opens no form"
+    acts = [each for each in await audited(fresh) if each.action == "act"]
+    assert [(each.kind, each.allowed) for each in acts[len(fields) :]] == [("logins", False)]
+    assert [each.about for each in acts[: len(fields)]] == [(path,) for path in fields]
 
 
 async def test_a_command_is_recorded_with_the_user_of_the_machine_and_the_trail_is_filtered(fresh: ToldRun) -> None:
