@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
+from turnlog.infra.garbage import cheap_collections
 from turnlog.infra.offers import find_plugins
 from turnlog.infra.roles import log_lines
 from turnlog.infra.roles.log_lines import instance_of
@@ -297,7 +298,8 @@ def serve_rank(
     store = meeting_place(port, world_size) if port else None
     if store:
         store.set(_here(rank), "")
-    with process_group(rank=rank, world_size=world_size, store=store, join_s=join_s, **layout) as control:
+    grouped = process_group(rank=rank, world_size=world_size, store=store, join_s=join_s, **layout)
+    with cheap_collections(), grouped as control:
         box: list[LearningPlan | None] = [None]
         dist.broadcast_object_list(box, src=0, group=control)
         assert box[0] is not None
@@ -318,7 +320,8 @@ def layout_of(options: LearnerOptions) -> dict[str, int]:
 @contextmanager
 def _rank_zero(plan: LearningPlan, store: TCPStore | None, beat: Beat) -> Iterator[Ranks]:
     layout = layout_of(plan.options)
-    with process_group(world_size=plan.world_size, store=store, join_s=plan.join_s, **layout) as control:
+    grouped = process_group(world_size=plan.world_size, store=store, join_s=plan.join_s, **layout)
+    with cheap_collections(), grouped as control:  # Megatron makes a full collection whenever it begins to save
         if plan.world_size == 1:
             yield RankZero(learner_of(plan), control, 1)
             return

@@ -40,14 +40,9 @@ from turnlog.consumers.replay.source import (
     recorded_run,
 )
 from turnlog.consumers.replay.unit import HistoryFold, UnitState, tokens_of
-from turnlog.consumers.replay.verify import (
-    ARCHIVE,
-    FORGET_EVERY,
-    cheap_collections,
-    cuts_of,
-    replay_key,
-)
+from turnlog.consumers.replay.verify import ARCHIVE, FORGET_EVERY, cuts_of, replay_key
 from turnlog.infra.archive import ArchiveLog, Cut
+from turnlog.infra.garbage import cheap_collections
 from turnlog.infra.history import recorded_erasures
 from turnlog.infra.log import Log, Partition
 from turnlog.infra.roles.role import Role

@@ -8,8 +8,7 @@ dataset instead (refold.py).
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ from turnlog.consumers.replay.unit import (
 )
 from turnlog.infra.archive import ArchiveLog, Cut
 from turnlog.infra.blobs import BlobMissing, inlined
+from turnlog.infra.garbage import cheap_collections
 from turnlog.infra.history import recorded_erasures
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.roles.role import Role
@@ -186,17 +186,6 @@ class ReplayContext:
     progress: ProgressReceiver
     memory: Memory
     group_fold: type[GroupFold]
-
-
-@contextmanager
-def cheap_collections() -> Iterator[None]:
-    """Make garbage collections inside the block scan only objects that were created in it."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 async def verify_unit(question: ReplayContext, unit: int) -> tuple[str | None, dict[str, int]]:
