@@ -8,6 +8,7 @@ TinkerError
 ├── KeyRefused       401: the API key is missing or unknown
 ├── UnknownObject    404: no such session, model, checkpoint or request of this API key
 ├── SessionClosed    410: the session has ended
+├── ServerEnds       503: the server ends, and the next one executes the call
 ├── StateDiverged    a command that is executed again gives another result than the one on the log
 └── BadSetup         the settings do not fit: the message names them
 """
@@ -45,6 +46,12 @@ class SessionClosed(TinkerError):
     """The client has closed its session."""
 
     status = HTTPStatus.GONE
+
+
+class ServerEnds(TinkerError):
+    """The server ends before it can answer. Remedy: send the call again, as the SDK does by itself."""
+
+    status = HTTPStatus.SERVICE_UNAVAILABLE
 
 
 class StateDiverged(TinkerError):

@@ -28,7 +28,7 @@ from turnlog.infra.roles import is_unreachable
 from turnlog.infra.roles.health import BodyTooLarge, application, body_of
 from turnlog.infra.roles.role import Role
 from turnlog.infra.run_folder import present
-from turnlog.plugins.tinker import BadCall, KeyRefused, TinkerError, UnknownObject
+from turnlog.plugins.tinker import BadCall, KeyRefused, ServerEnds, TinkerError, UnknownObject
 from turnlog.plugins.tinker.calls import CommandMaker
 from turnlog.plugins.tinker.history import OUTCOME_OK, SavedWeights, TenantModel, decode_json, row_lengths
 from turnlog.plugins.tinker.results import ServerLog
@@ -98,7 +98,7 @@ class TinkerServer:
         try:
             async with asyncio.timeout(POLL_S if history.missing_call(entry.event) is None else MISSING_POLL_S):
                 await self._server.wait_until(lambda: entry.result is not None)
-        except TimeoutError:
+        except (TimeoutError, ServerEnds):
             answer = {"type": "try_again", "request_id": wanted, "queue_state": "active"}
             if (missing := history.missing_call(entry.event)) is not None:  # the SDK logs the reason of a pause
                 reason = f"call {missing} of {entry.event.model_id} has not arrived, and later calls wait for it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from turnlog.infra.log import Commit, Partition, Record, Transactor, own_ends
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role
 from turnlog.names import ConsumerGroup
+from turnlog.plugins.tinker import ServerEnds
 from turnlog.plugins.tinker.history import History
 from turnlog.schemas import UndecodableRecord, topics
 from turnlog.schemas.events import Event, TenantCommandCompleted, TenantCommandReceived, TenantStateSaved
@@ -37,6 +39,7 @@ class ServerLog:
         self._role, self._transactor = role, transactor
         self.history = History()
         self._changed = asyncio.Condition()
+        self._ends = False
         self._appending: dict[str, asyncio.Future[None]] = {}
         self._pending: list[_Pending] = []
         self._due = asyncio.Event()
@@ -91,9 +94,16 @@ class ServerLog:
                 await self._take(await reader.poll(timeout_s=0.5))
 
     async def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Wait until `holds` is true of the history."""
+        """Wait until `holds` is true of the history. Raises ServerEnds if `end` is called before."""
         async with self._changed:
-            await self._changed.wait_for(holds)
+            await self._changed.wait_for(lambda: self._ends or holds())
+            if not holds():
+                raise ServerEnds("the server ends: send the call again")
+
+    async def end(self) -> None:
+        """End every wait: nothing is executed any more, and a client that waits for a result would delay the end."""
+        self._ends = True
+        await self.notify()
 
     async def submit(self, event: TenantCommandReceived) -> None:
         """Append a command unless it is on the log already, and return once it has been folded. Raises LogUnavailable,
@@ -106,8 +116,13 @@ class ServerLog:
             return
         append = asyncio.ensure_future(self._append(event))
         self._appending[request] = append
-        append.add_done_callback(lambda _: self._appending.pop(request, None))
+        append.add_done_callback(functools.partial(self._forget_append, request))
         await asyncio.shield(append)  # a client that leaves does not take the append of another with it
+
+    def _forget_append(self, request: str, append: asyncio.Future[None]) -> None:
+        del self._appending[request]
+        if not append.cancelled():
+            append.exception()  # clients that still wait raise it; if all have left, asyncio is not to report it
 
     async def _append(self, event: TenantCommandReceived) -> None:
         await self._role.events.append(event)

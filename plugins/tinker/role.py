@@ -101,10 +101,10 @@ async def main(role: Role) -> None:
             async with QuietServer(config).running(listener):
                 role.health.mark_started()
                 log.info("serving %s", client_url(own.host, listener.getsockname()[1], scheme))
-                await _until_stopped(role, work)
+                await _until_stopped(role, server, work)
 
 
-async def _until_stopped(role: Role, work: Sequence[Coroutine[Any, Any, None]]) -> None:
+async def _until_stopped(role: Role, server: ServerLog, work: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Run the work until the role stops; raise what ends a part of it."""
     tasks = [asyncio.create_task(one) for one in work]
     stopping: asyncio.Task[Any] = asyncio.create_task(role.stopping.wait())
@@ -117,3 +117,4 @@ async def _until_stopped(role: Role, work: Sequence[Coroutine[Any, Any, None]]) 
         for task in (stopping, *tasks):
             task.cancel()
         await asyncio.gather(stopping, *tasks, return_exceptions=True)
+        await server.end()

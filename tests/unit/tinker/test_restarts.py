@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 
 from tests.unit.tinker.conftest import ApiClient, TinkerWorld
-from turnlog.plugins.tinker import StateDiverged
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.role import Role
+from turnlog.plugins.tinker import ServerEnds, StateDiverged
+from turnlog.plugins.tinker.results import ServerLog
 from turnlog.schemas.events import TenantCommandCompleted, TenantCommandReceived, TenantStateSaved
 from turnlog.schemas.topics import TENANT_COMMANDS, TENANT_RESULTS
 from turnlog.settings import Settings
@@ -98,6 +102,20 @@ async def fresh(settings: Settings) -> TinkerWorld:
     world = TinkerWorld(settings)
     await apply(world.log, settings)
     return world
+
+
+async def test_whoever_waits_for_a_server_that_ends_is_told(tinker_world: TinkerWorld) -> None:
+    log, settings, blobs = tinker_world.log, tinker_world.settings, tinker_world.blobs
+    async with EventLog.open(log, tinker_world.registry, writer="t") as events, log.transactor("t") as transactor:
+        server = ServerLog(Role("tinker", "t", settings, log, events, blobs, Health("tinker")), transactor)
+        waiting = asyncio.create_task(server.wait_until(lambda: False))
+        await asyncio.sleep(0)
+        await server.end()
+        with pytest.raises(ServerEnds):
+            await waiting
+        with pytest.raises(ServerEnds):
+            await server.wait_until(lambda: False)
+        await server.wait_until(lambda: True)
 
 
 async def test_a_restart_removes_the_temporary_files_of_a_server_that_was_killed(
