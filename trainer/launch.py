@@ -298,8 +298,7 @@ def serve_rank(
     store = meeting_place(port, world_size) if port else None
     if store:
         store.set(_here(rank), "")
-    grouped = process_group(rank=rank, world_size=world_size, store=store, join_s=join_s, **layout)
-    with cheap_collections(), grouped as control:
+    with process_group(rank=rank, world_size=world_size, store=store, join_s=join_s, **layout) as control:
         box: list[LearningPlan | None] = [None]
         dist.broadcast_object_list(box, src=0, group=control)
         assert box[0] is not None
@@ -320,8 +319,7 @@ def layout_of(options: LearnerOptions) -> dict[str, int]:
 @contextmanager
 def _rank_zero(plan: LearningPlan, store: TCPStore | None, beat: Beat) -> Iterator[Ranks]:
     layout = layout_of(plan.options)
-    grouped = process_group(world_size=plan.world_size, store=store, join_s=plan.join_s, **layout)
-    with cheap_collections(), grouped as control:  # Megatron makes a full collection whenever it begins to save
+    with process_group(world_size=plan.world_size, store=store, join_s=plan.join_s, **layout) as control:
         if plan.world_size == 1:
             yield RankZero(learner_of(plan), control, 1)
             return
@@ -392,9 +390,10 @@ def main(arguments: list[str]) -> None:
     log_lines.speaks("trainer", run=os.environ.get("TURNLOG_RUN_ID", ""), instance=f"{instance_of('trainer')}-{rank}")
     layout = dict(zip(layout_of(LearnerOptions()), shares, strict=True))
     place, blobs = pickle.load(sys.stdin.buffer)  # written by our own parent
-    serve_rank(
-        rank=rank, world_size=world_size, layout=layout, port=port, place=place, blobs=blobs, join_s=float(join_s)
-    )
+    with cheap_collections():
+        serve_rank(
+            rank=rank, world_size=world_size, layout=layout, port=port, place=place, blobs=blobs, join_s=float(join_s)
+        )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from typing import Any
 import uvloop
 from httpcore._backends.anyio import AnyIOStream  # httpx and httpcore both use it; it has no public name
 
+from turnlog.infra.garbage import cheap_collections
+
 STARTS_PROCESSES = frozenset({"sandbox"})
 """Roles that start processes as another user, which uvloop cannot do."""
 HOLD_MUCH = frozenset({"gateway", "runner"})
@@ -30,11 +32,12 @@ def run(name: str, main: Coroutine[Any, Any, None]) -> None:
     socket reads and writes, where uvloop is cheaper."""
     if name in HOLD_MUCH:
         gc.set_threshold(*COLLECTIONS)
-    if name in STARTS_PROCESSES:
-        asyncio.run(main)
-        return
-    AnyIOStream.get_extra_info = _of_a_reset_one_too  # type: ignore[method-assign, assignment]
-    uvloop.run(main)
+    with cheap_collections():
+        if name in STARTS_PROCESSES:
+            asyncio.run(main)
+            return
+        AnyIOStream.get_extra_info = _of_a_reset_one_too  # type: ignore[method-assign, assignment]
+        uvloop.run(main)
 
 
 def _of_a_reset_one_too(stream: AnyIOStream, info: str) -> Any:

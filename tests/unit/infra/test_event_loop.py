@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -27,3 +29,18 @@ def test_a_role_that_holds_much_looks_seldom_for_garbage_in_all_of_it(role: str)
 
     event_loop.run(role, main())
     assert found == [(700, 10, 10) if role == "feeder" else (10_000, 10, 10)]
+
+
+ROLE = """
+import gc
+from turnlog.infra.roles import event_loop
+async def main():
+    print(gc.get_freeze_count() > 10_000)
+event_loop.run("trainer", main())
+print(gc.get_freeze_count())
+"""
+
+
+def test_collections_of_a_role_pass_over_its_modules() -> None:
+    done = subprocess.run([sys.executable, "-c", ROLE], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n0\n"
