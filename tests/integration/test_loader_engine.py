@@ -301,6 +301,7 @@ async def export(
             await role.events.append(event)
 
 
+@pytest.mark.long  # the suite has adapters of a trainer on a real engine, with equal log-probs, in test_tinker.py
 async def test_each_adapter_is_served_under_its_own_name_with_the_log_probs_of_the_whole_model(
     adapting: Role, tmp_path: Path
 ) -> None:
