@@ -396,10 +396,6 @@ def main(arguments: list[str]) -> None:
         )
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
-
-
 @contextmanager
 def ranks(plan: LearningPlan, beat: Beat = lambda _: None) -> Iterator[Ranks]:
     """Yield all ranks, on the weights of the plan's model folder.
@@ -487,3 +483,7 @@ class LearnerThread:
 
     async def _run(self, work: Callable[[], R]) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -31,9 +31,8 @@ class Scratch:
 
     def __init__(self, root: Path) -> None:
         """Remove what is in `root`; the server that used it is dead or fenced. Raises OSError."""
-        shutil.rmtree(
-            root, ignore_errors=True
-        )  # one that is fenced may write for a moment: the next start removes that
+        # A server that is fenced may still write for a moment. The next start removes that.
+        shutil.rmtree(root, ignore_errors=True)
         root.mkdir(parents=True, exist_ok=True)
         self._root = root
 
