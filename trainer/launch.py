@@ -390,7 +390,7 @@ def main(arguments: list[str]) -> None:
     log_lines.speaks("trainer", run=os.environ.get("TURNLOG_RUN_ID", ""), instance=f"{instance_of('trainer')}-{rank}")
     layout = dict(zip(layout_of(LearnerOptions()), shares, strict=True))
     place, blobs = pickle.load(sys.stdin.buffer)  # written by our own parent
-    with cheap_collections():
+    with cheap_collections(collect=False):
         serve_rank(
             rank=rank, world_size=world_size, layout=layout, port=port, place=place, blobs=blobs, join_s=float(join_s)
         )

@@ -32,7 +32,7 @@ def run(name: str, main: Coroutine[Any, Any, None]) -> None:
     socket reads and writes, where uvloop is cheaper."""
     if name in HOLD_MUCH:
         gc.set_threshold(*COLLECTIONS)
-    with cheap_collections():
+    with cheap_collections(collect=False):
         if name in STARTS_PROCESSES:
             asyncio.run(main)
             return
